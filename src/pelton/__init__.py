@@ -1,0 +1,43 @@
+"""Pelton: build an LLM checkpoint into an engine once, serve it at once.
+
+Names are imported on first use: ``import pelton`` itself loads neither torch nor the server.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "LLM": "pelton.serving.llm",
+    "AsyncLLM": "pelton.serving.async_llm",
+    "SamplingParams": "pelton.runtime.request",
+    "RequestOutput": "pelton.runtime.request",
+    "CompletionOutput": "pelton.runtime.request",
+    "BuildConfig": "pelton.engine.config",
+    "Session": "pelton.engine.session",
+    "build": "pelton.builder.build",
+    "PeltonError": "pelton.errors",
+}
+
+__all__ = ["__version__", *_LAZY]
+
+if TYPE_CHECKING:
+    from pelton.builder.build import build as build
+    from pelton.engine.config import BuildConfig as BuildConfig
+    from pelton.engine.session import Session as Session
+    from pelton.errors import PeltonError as PeltonError
+    from pelton.runtime.request import CompletionOutput as CompletionOutput
+    from pelton.runtime.request import RequestOutput as RequestOutput
+    from pelton.runtime.request import SamplingParams as SamplingParams
+    from pelton.serving.async_llm import AsyncLLM as AsyncLLM
+    from pelton.serving.llm import LLM as LLM
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'pelton' has no attribute {name!r}")

@@ -1,0 +1,78 @@
+"""``config.json`` of an engine: what it is and what it was built for. All typed, all read back."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that share a block table: same head count and size, same window."""
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int = 0
+    """Sliding window in tokens (a query sees itself and ``window - 1`` before); 0: full."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runtime must know of the model, whatever its architecture."""
+
+    architecture: str
+    """Such as ``LlamaForCausalLM``."""
+    name: str
+    """The checkpoint's own name, shown to users and served as model id."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_parameters: int
+    max_position_embeddings: int
+    kv_groups: tuple[KVGroup, ...]
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """All ids that end a generation (config.json and generation_config.json together)."""
+    generation: dict[str, float | int] = {}
+    """The checkpoint's recommended sampling defaults: temperature, top_k, top_p, ..."""
+
+
+class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is built for. ``None`` means automatic; ``builder.resolve`` fills it in."""
+
+    max_batch_size: int | None = None
+    """Sequences in one step (8 on a CPU)."""
+    max_seq_len: int | None = None
+    """Prompt and answer together, tokens (the model's own limit, capped at 8192 on a CPU)."""
+    max_num_tokens: int | None = None
+    """Tokens in one step: the scheduler's budget (512 on a CPU)."""
+    max_input_len: int | None = None
+    """Longest prompt, tokens (``max_seq_len`` - 1)."""
+    block_size: int | None = None
+    """Tokens in a KV block (16)."""
+    dtype: str | None = None
+    """Type of weights that the checkpoint does not quantise: float32 or bfloat16 (the checkpoint's
+    own, float16 becoming bfloat16... see ``builder.resolve``)."""
+    activations: str | None = None
+    """Input precision of block-quantised matrix products: float32 or int8 (int8)."""
+    kv_dtype: str | None = None
+    """Type of cached keys and values: float32, float16 or bfloat16."""
+    threads: int | None = None
+    """CPU threads of a session (all cores the process may use)."""
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes an engine needs, known before it is loaded."""
+
+    weights: int
+    arena: int
+    workspace: int
+    kv_bytes_per_token: int
+    """Over all layers, window not counted."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole of ``config.json``."""
+
+    model: ModelConfig
+    build: BuildConfig
+    """Resolved: no field is None."""
+    memory: MemoryPlan

@@ -1,0 +1,136 @@
+"""paged_attention: causal attention of packed queries over the paged KV cache.
+
+One op for prefill, chunked prefill and decode: sequence b owns query rows
+``cu_seqlens[b]:cu_seqlens[b+1]`` and has ``seq_lens[b]`` keys, of which its queries are the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pelton.ir.op import Op, Sample, register
+
+
+def reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """``q``: (T, Hq, D); caches: (blocks, Hkv, block_size, D); ``block_table``: (B, M) int32;
+    ``cu_seqlens``: (B+1,) int32; ``seq_lens``: (B,) int32 -> (T, Hq, D).
+
+    A query at position p sees keys j <= p, and j > p - window when ``window`` > 0. Blocks wholly
+    outside the window may be freed: their table entries are never read. ``softcap`` > 0 caps scores
+    as ``softcap * tanh(s / softcap)`` before the mask.
+    """
+    out = torch.zeros_like(q)
+    group = q.shape[1] // k_cache.shape[1]
+    for b in range(seq_lens.shape[0]):
+        start, stop = int(cu_seqlens[b]), int(cu_seqlens[b + 1])
+        n_keys, n_queries = int(seq_lens[b]), stop - start
+        if n_queries == 0:
+            continue
+        first = max(0, n_keys - n_queries - window + 1) // k_cache.shape[2] if window else 0
+        last = -(-n_keys // k_cache.shape[2])
+        blocks = block_table[b, first:last].long()
+        k = k_cache[blocks].transpose(1, 2).flatten(0, 1).float()
+        v = v_cache[blocks].transpose(1, 2).flatten(0, 1).float()
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), k) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        key_pos = torch.arange(k.shape[0]) + first * k_cache.shape[2]
+        query_pos = torch.arange(n_keys - n_queries, n_keys)[:, None]
+        visible = key_pos <= query_pos
+        if window:
+            visible &= key_pos > query_pos - window
+        scores = scores.masked_fill(~visible, float("-inf"))
+        # Slots past the sequence's end hold stale values (0 * NaN would spread), so drop them.
+        v = v.masked_fill(~visible.any(0)[:, None, None], 0.0)
+        out[start:stop] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+    return out
+
+
+def shape_rule(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+def make_sample(
+    g: torch.Generator,
+    *,
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 64,
+    block_size: int = 4,
+    window: int = 0,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> Sample:
+    """A batch of ``lens`` = (queries, keys) pairs over a shuffled block pool; free slots are NaN."""
+    n_q, n_kv = heads
+    need = [-(-keys // block_size) for _, keys in lens]
+    pool = torch.randperm(sum(need) + 3, generator=g).int()
+    caches = torch.full((2, len(pool), n_kv, block_size, dim), float("nan"))
+    table = torch.zeros(len(lens), max(need) + 1, dtype=torch.int32)
+    used = 0
+    for b, (_, keys) in enumerate(lens):
+        table[b, : need[b]] = pool[used : used + need[b]]
+        for i, block in enumerate(pool[used : used + need[b]].tolist()):
+            fill = min(block_size, keys - i * block_size)
+            caches[:, block, :, :fill] = torch.randn(2, n_kv, fill, dim, generator=g)
+        used += need[b]
+    queries = [n for n, _ in lens]
+    cu = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    q = torch.randn(sum(queries), n_q, dim, generator=g)
+    seq_lens = torch.tensor([keys for _, keys in lens], dtype=torch.int32)
+    k_cache, v_cache = caches.to(dtype)
+    return Sample(
+        args=(q, k_cache, v_cache, table, cu, seq_lens, dim**-0.5, window, softcap),
+        name=f"{lens} heads={heads} d={dim} window={window} cap={softcap} {dtype}",
+    )
+
+
+def samples(g: torch.Generator) -> Iterator[Sample]:
+    yield make_sample(g, lens=[(1, 1)])
+    yield make_sample(g, lens=[(1, 9), (1, 4), (1, 23)], heads=(9, 3))
+    yield make_sample(g, lens=[(5, 5), (3, 11), (1, 8)], heads=(4, 1))
+    yield make_sample(g, lens=[(7, 7), (1, 30)], window=6)
+    yield make_sample(g, lens=[(9, 20), (1, 17)], softcap=5.0, dim=80, block_size=16)
+    yield make_sample(g, lens=[(130, 140), (1, 300)], heads=(8, 8), dim=128, block_size=16)
+    yield make_sample(g, lens=[(4, 40), (1, 41)], dim=256, window=16, block_size=16)
+    for dtype in (torch.float16, torch.bfloat16):
+        yield make_sample(g, lens=[(6, 12), (1, 50)], dtype=dtype, block_size=16)
+
+
+OP = register(
+    Op(
+        name="paged_attention",
+        schema=(
+            "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
+            "Tensor cu_seqlens, Tensor seq_lens, float scale, int window=0, float softcap=0.0) "
+            "-> Tensor"
+        ),
+        reference=reference,
+        shape_rule=shape_rule,
+        samples=samples,
+        tolerance={"float32": 5e-6, "float16": 5e-6, "bfloat16": 1e-2},
+    )
+)

@@ -1,0 +1,69 @@
+"""What a tactic is: one implementation of an op, and how the builder finds it.
+
+Each file ``kernels/<op>/<x>.py`` lists its tactics in ``TACTICS``; ``all_tactics`` finds them.
+The native ones name a kernel of the library (``csrc/``); at run time only that name remains, in
+the plan. This module needs neither torch nor the library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """What a tactic may know of an operand when it is chosen."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+    quant: str = ""
+    """For weights: the value type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSpec:
+    """An op node as the tactic chooser sees it."""
+
+    op: str
+    inputs: tuple[TensorSpec | None, ...]
+    attrs: Mapping[str, bool | int | float | str]
+    activations: str = "float32"
+    """Requested input precision of block-quantised products: float32 or int8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tactic:
+    """One implementation of ``op``."""
+
+    name: str
+    """Unique; native tactics are called as the library's kernel."""
+    op: str
+    supports: Callable[[NodeSpec], bool]
+    device: str = "cpu"
+    priority: int = 0
+    """Without timing, the highest priority that supports the node is taken."""
+    precision: str = "float32"
+    """Key into the op's ``tolerance``: how close to the reference it must be."""
+    weight_layouts: Mapping[int, str] = field(default_factory=dict)
+    """Layout wanted of each weight operand, by input index (absent: ``rows``)."""
+    workspace: Callable[[NodeSpec, int], int] = lambda node, max_tokens: 0
+    """Scratch bytes for a step of ``max_tokens`` tokens."""
+
+
+def all_tactics() -> dict[str, Tactic]:
+    """Every tactic in ``pelton.kernels``, by name."""
+    import pelton.kernels as package
+
+    found: dict[str, Tactic] = {}
+    for folder in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if not folder.ispkg:
+            continue
+        sub = importlib.import_module(folder.name)
+        for module in pkgutil.iter_modules(sub.__path__, folder.name + "."):
+            for tactic in getattr(importlib.import_module(module.name), "TACTICS", ()):
+                assert tactic.name not in found, f"two tactics are called {tactic.name}"
+                found[tactic.name] = tactic
+    return found
