@@ -1,4 +1,81 @@
+# Everything a fresh machine needs: `make quickstart`, then `make test`.
 PYTHON ?= python3
+VENV ?= .venv
+# A CPU build of torch where the package index offers one under this version; override at will.
+TORCH ?= torch==2.13.0
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+MODELS := .cache/models
+SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+GEMMA3 := $(MODELS)/gemma-3-270m-Q4_K_M.gguf
+ENGINE := .cache/smollm2.engine
+
+.PHONY: help quickstart test test-all test-gpu test-sanitizers lint format bench-cpu native clean
+
+help:
+	@echo "make quickstart   install, fetch a small real model, build it, ask it a question"
+	@echo "make test         the test suite (about ten minutes on two cores)"
+	@echo "make test-all     the heavy sweeps too"
+	@echo "make test-gpu     tests that need an NVIDIA GPU"
+	@echo "make test-sanitizers  the native library under ASan, UBSan and TSan"
+	@echo "make lint         ruff, mypy, import-linter"
+	@echo "make bench-cpu    Pelton beside llama.cpp on the same file"
+	@echo "make native       the native library only, in place (for development)"
+
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard src/pelton/kernels/csrc/*)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --upgrade pip
+	$(PIP) install -q "$(TORCH)"
+	$(PIP) install -q -e ".[build,serve]"
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install -q -e ".[build,serve,dev]"
+	touch $@
+
+$(SMOLLM2): | $(VENV)/.installed
+	$(PY) tools/fetch_models.py smollm2 $(MODELS)
+
+$(GEMMA3): | $(VENV)/.installed
+	$(PY) tools/fetch_models.py gemma3 $(MODELS)
+
+quickstart: $(VENV)/.installed $(SMOLLM2)
+	$(VENV)/bin/pelton build $(SMOLLM2) -o $(ENGINE) --force
+	$(VENV)/bin/pelton run $(ENGINE) "Why is the sky blue?" --max-tokens 80 --temperature 0
+	@echo
+	@echo "It works. What to try next:"
+	@echo "  $(VENV)/bin/pelton chat $(ENGINE)"
+	@echo "  $(VENV)/bin/pelton serve $(ENGINE)      # then any OpenAI client at http://127.0.0.1:8000/v1"
+	@echo "  $(VENV)/bin/pelton inspect $(ENGINE)"
+	@echo "  $(VENV)/bin/pelton build YOUR_MODEL -o your.engine   # a Hugging Face folder or a GGUF file"
+
+TEST_ENV := PELTON_SMOLLM2_GGUF=$(abspath $(SMOLLM2)) PELTON_GEMMA3_GGUF=$(abspath $(GEMMA3)) OMP_NUM_THREADS=1
+
+test: $(VENV)/.installed-dev $(SMOLLM2) $(GEMMA3) lint
+	$(TEST_ENV) $(PY) -m pytest
+
+test-all: $(VENV)/.installed-dev $(SMOLLM2) $(GEMMA3) lint
+	$(TEST_ENV) $(PY) -m pytest -m "not gpu"
+
+test-gpu:
+	PYTHONPATH=src python3 -m pytest -m gpu
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check src tests benchmarks tools
+	$(VENV)/bin/ruff format --check src tests benchmarks tools
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check --fix src tests benchmarks tools
+	$(VENV)/bin/ruff format src tests benchmarks tools
+
+bench-cpu: $(VENV)/.installed-dev $(SMOLLM2)
+	$(PY) benchmarks/cpu.py $(SMOLLM2)
+
 native:
-	cmake -S . -B build/native -DCMAKE_BUILD_TYPE=Release -DPELTON_INPLACE=ON >/dev/null && cmake --build build/native -j2
-.PHONY: native
+	cmake -S . -B build/native -DCMAKE_BUILD_TYPE=Release -DPELTON_INPLACE=ON >/dev/null
+	cmake --build build/native -j2
+
+clean:
+	rm -rf build $(VENV) .cache

@@ -1,0 +1,6 @@
+"""``python -m pelton``: the command line."""
+
+from pelton.serving.cli.main import main
+
+if __name__ == "__main__":
+    main()
