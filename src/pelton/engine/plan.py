@@ -74,6 +74,8 @@ class Instruction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     attrs: dict[str, bool | int | float | str] = {}
+    """Every non-tensor argument of the op's schema, in its order, defaults included (native kernels
+    take them by position)."""
     tactics: tuple[TacticChoice, ...] = ()
     """Sorted by ``max_tokens``; empty: only the reference can run it."""
 

@@ -53,6 +53,11 @@ class Tactic:
     """Scratch bytes for a step of ``max_tokens`` tokens."""
 
 
+def all_float32(node: NodeSpec) -> bool:
+    """``supports`` of the elementwise kernels: every floating-point operand is float32."""
+    return all(t is None or t.dtype in ("float32", "int32") for t in node.inputs)
+
+
 def all_tactics() -> dict[str, Tactic]:
     """Every tactic in ``pelton.kernels``, by name."""
     import pelton.kernels as package

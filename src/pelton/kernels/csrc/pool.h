@@ -1,0 +1,9 @@
+// The threads of a team. One parallel region (a step) at a time; kernels see pelton_team only.
+#pragma once
+#include "pelton.h"
+
+typedef void (*pelton_region)(void* arg, pelton_team* team, int thread);
+
+// Run `region` on every thread of the team, the caller being thread 0; ends with a barrier.
+// PELTON_OK, PELTON_ERROR_BUSY or PELTON_ERROR_FORKED (then nothing ran).
+extern "C" int pelton_team_run(pelton_team* team, pelton_region region, void* arg);
