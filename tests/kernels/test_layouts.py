@@ -1,0 +1,119 @@
+"""Weight layouts are lossless, and block decoding agrees with the gguf library bit for bit."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from pelton.dtypes import BLOCK_TYPES, is_dense
+from pelton.errors import ConfigError
+from pelton.ir.tensors import HostTensor
+from pelton.kernels import blocks
+from pelton.kernels.layouts import LAYOUTS
+
+DENSE = ("float32", "bfloat16", "float16")
+BLOCK = tuple(blocks.BLOCK_DTYPES)
+SHAPES = ((16, 256), (1, 512), (33, 256), (48, 768))
+
+
+def random_tensor(quant: str, shape: tuple[int, int], seed: int = 0) -> HostTensor:
+    """Random bits: every representable pattern, except that scales are finite."""
+    rng = np.random.default_rng(seed)
+    rows, cols = shape
+    if is_dense(quant):
+        values = rng.standard_normal(shape).astype(np.float32)
+        if quant == "bfloat16":
+            return HostTensor(quant, shape, (values.view(np.uint32) >> 16).astype(np.uint16))
+        return HostTensor(quant, shape, values.astype(quant))
+    block = BLOCK_TYPES[quant]
+    raw = rng.integers(0, 256, (rows, cols // block.block_size * block.block_bytes), dtype=np.uint8)
+    view = blocks.blocks_view(raw, quant)
+    for field in ("d", "m", "dmin"):
+        if field in view.dtype.names:
+            view[field] = rng.standard_normal(view.shape).astype(np.float16).view(np.uint16)
+    return HostTensor(quant, shape, raw)
+
+
+@pytest.mark.parametrize("quant", BLOCK)
+def test_decoding_equals_the_gguf_library(quant: str) -> None:
+    raw = random_tensor(quant, (7, 768)).data
+    want = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[quant.upper()])
+    assert np.array_equal(blocks.dequantize_rows(raw, quant), want)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("quant", DENSE + BLOCK)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_packing_is_lossless(layout: str, quant: str, shape: tuple[int, int]) -> None:
+    tensor = random_tensor(quant, shape)
+    packed = LAYOUTS[layout].pack(tensor)
+    assert packed.dtype == np.uint8
+    assert packed.shape == (LAYOUTS[layout].nbytes(quant, shape),)
+    raw = LAYOUTS[layout].to_rows(packed, quant, shape)
+    assert np.array_equal(raw, np.ascontiguousarray(tensor.data).view(np.uint8).reshape(shape[0], -1))
+
+
+@pytest.mark.parametrize("quant", DENSE + BLOCK)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_unpacking_gives_the_exact_values(layout: str, quant: str) -> None:
+    tensor = random_tensor(quant, (35, 512))
+    values = LAYOUTS[layout].unpack(LAYOUTS[layout].pack(tensor), quant, tensor.shape)
+    if not is_dense(quant):
+        want = blocks.dequantize_rows(tensor.data, quant)
+    elif quant == "bfloat16":
+        want = (tensor.data.astype(np.uint32) << 16).view(np.float32)
+    else:
+        want = tensor.data.astype(np.float32)
+    assert values.dtype == np.float32
+    assert np.array_equal(values, want)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_vectors_and_odd_dense_widths_pack(layout: str) -> None:
+    for shape in ((5,), (17, 3), (2, 5, 7)):
+        data = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        packed = LAYOUTS[layout].pack(HostTensor("float32", shape, data))
+        assert np.array_equal(LAYOUTS[layout].unpack(packed, "float32", shape), data)
+
+
+def test_more_rows_than_one_chunk() -> None:
+    tensor = random_tensor("q4_1", (4096 + 48, 64))
+    packed = LAYOUTS["x16"].pack(tensor)
+    assert np.array_equal(LAYOUTS["x16"].to_rows(packed, "q4_1", tensor.shape), tensor.data)
+
+
+def test_x16_places_bytes_as_documented() -> None:
+    """The layout the kernels read, spelled out for one panel of each family."""
+    tensor = random_tensor("q4_1", (16, 64))
+    view = blocks.blocks_view(tensor.data, "q4_1")
+    packed = LAYOUTS["x16"].pack(tensor)
+    scales = packed[:128].view(np.uint16).reshape(2, 2, 16)
+    nib = packed[128:].reshape(2, 4, 16, 4)
+    for block, row, g, j in ((0, 0, 0, 0), (1, 5, 2, 3), (1, 15, 3, 1)):
+        assert scales[block, 0, row] == view["d"][row, block]
+        assert scales[block, 1, row] == view["m"][row, block]
+        assert nib[block, g, row, j] == view["qs"][row, block, 4 * g + j]
+    wide = random_tensor("q6_k", (16, 256))
+    q = blocks.q6_k_values(*(blocks.blocks_view(wide.data, "q6_k")[f] for f in ("ql", "qh")))
+    area = LAYOUTS["x16"].pack(wide)[320:].reshape(8, 384)
+    nib, bits = area[:, :256].reshape(8, 4, 16, 4), area[:, 256:].reshape(8, 2, 16, 4)
+    for sub, row, g, j in ((0, 0, 0, 0), (3, 7, 5, 2), (7, 15, 7, 3)):
+        low = nib[sub, g % 4, row, j] >> (4 if g >= 4 else 0) & 15
+        high = bits[sub, g // 4, row, j] >> 2 * (g % 4) & 3
+        assert low | high << 4 == q[row, 0, sub, 4 * g + j]
+
+
+@pytest.mark.parametrize("quant", BLOCK)
+def test_quantising_rounds_to_the_nearest_step(quant: str) -> None:
+    x = np.random.default_rng(1).standard_normal((9, 512)).astype(np.float32)
+    x[3] = 0
+    error = np.abs(blocks.dequantize_rows(blocks.quantize_rows(x, quant), quant) - x)
+    assert error[3].max() == 0
+    bound = {"q4_0": 0.5, "q4_1": 0.35, "q5_0": 0.25, "q8_0": 0.02, "q4_k": 0.4, "q6_k": 0.09}[quant]
+    assert error.max() < bound
+
+
+def test_types_without_native_support_are_named() -> None:
+    with pytest.raises(ConfigError, match="q5_k"):
+        LAYOUTS["rows"].unpack(np.zeros(176, np.uint8), "q5_k", (1, 256))
