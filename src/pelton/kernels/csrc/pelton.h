@@ -145,6 +145,8 @@ typedef struct pelton_plan_desc {
   const double* attrs;
   const pelton_choice* choices;
   const char* const* kernel_names;
+  void* arena;      // 64-byte aligned
+  void* workspace;  // 64-byte aligned
   int64_t arena_bytes, workspace_bytes;
   int32_t n_buffers, n_operands, n_instructions, n_operand_index;
   int32_t n_attrs, n_choices, n_kernels, n_dims;
@@ -163,7 +165,7 @@ typedef struct pelton_capture {
 
 typedef struct pelton_plan pelton_plan;
 
-// The description is copied; weights, caches and inputs are borrowed. NULL and a sentence in
+// The description is copied; the memory it points to (arena, weights, caches) is borrowed. NULL and a sentence in
 // `message` when it is inconsistent.
 PELTON_EXPORT pelton_plan* pelton_plan_create(const pelton_plan_desc* desc, char* message,
                                               int64_t message_bytes);
@@ -174,9 +176,6 @@ PELTON_EXPORT void pelton_plan_destroy(pelton_plan* plan);
 PELTON_EXPORT int pelton_plan_run(pelton_plan* plan, const int64_t* dims, void* const* inputs,
                                   const pelton_capture* captures, int32_t n_captures,
                                   double* seconds);
-// Address of an operand's first element in the last step (valid until the next).
-PELTON_EXPORT void* pelton_plan_data(pelton_plan* plan, int32_t operand);
-
 #ifdef __cplusplus
 }
 #endif

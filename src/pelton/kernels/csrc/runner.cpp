@@ -12,16 +12,11 @@
 
 #include <new>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "pool.h"
 
 namespace {
 
 const int kItemBytes[] = {4, 2, 2, 4, 1, 1, 8};  // by pelton_dtype
-constexpr int64_t kHugePage = 2 << 20;
 
 double now() {
   timespec t;
@@ -46,16 +41,6 @@ struct Array {  // fixed size, zeroed, no exceptions
   }
   T& operator[](int64_t i) { return data[i]; }
 };
-
-void* allocate(int64_t bytes) {
-  const int64_t align = bytes >= kHugePage ? kHugePage : 64;
-  bytes = (bytes + align - 1) / align * align;
-  void* p = aligned_alloc(align, bytes ? bytes : align);
-#if defined(__linux__)
-  if (p && align == kHugePage) madvise(p, bytes, MADV_HUGEPAGE);
-#endif
-  return p;
-}
 
 struct Choice {
   int64_t max_tokens;
@@ -88,7 +73,7 @@ struct pelton_plan {
   int32_t tokens_dim = 0;
   bool poison = false;
   char* arena = nullptr;
-  char* workspace = nullptr;
+  void* workspace = nullptr;
   int64_t arena_bytes = 0;
   pelton_team* team = nullptr;
 
@@ -97,11 +82,7 @@ struct pelton_plan {
   int32_t n_captures = 0;
   double* seconds = nullptr;
 
-  ~pelton_plan() {
-    pelton_team_destroy(team);
-    free(arena);
-    free(workspace);
-  }
+  ~pelton_plan() { pelton_team_destroy(team); }
 };
 
 namespace {
@@ -192,11 +173,8 @@ bool resolve_instructions(pelton_plan* p, const pelton_plan_desc* d, const Failu
 }
 
 bool create(pelton_plan* p, const pelton_plan_desc* d, const Failure& fail) {
-  p->arena = static_cast<char*>(allocate(d->arena_bytes));
-  p->workspace = static_cast<char*>(allocate(d->workspace_bytes));
-  if (!p->arena || !p->workspace)
-    return fail("cannot allocate %lld bytes for the arena and workspace",
-                (long long)(d->arena_bytes + d->workspace_bytes));
+  p->arena = static_cast<char*>(d->arena);
+  p->workspace = d->workspace;
   if (!p->operands.copy(d->operands, d->n_operands) || !p->tensors.resize(d->n_operands) ||
       !p->pointers.resize(d->n_operand_index) ||
       !p->instructions.copy(d->instructions, d->n_instructions) ||
@@ -322,10 +300,6 @@ int pelton_plan_run(pelton_plan* p, const int64_t* dims, void* const* inputs,
   p->n_captures = n_captures;
   p->seconds = seconds;
   return pelton_team_run(p->team, step, p);
-}
-
-void* pelton_plan_data(pelton_plan* plan, int32_t operand) {
-  return operand >= 0 && operand < plan->tensors.size ? plan->tensors[operand].data : nullptr;
 }
 
 }  // extern "C"
