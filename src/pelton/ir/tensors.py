@@ -30,3 +30,16 @@ class HostTensor:
     @property
     def dense(self) -> bool:
         return is_dense(self.quant)
+
+
+def bf16_to_f32(bits: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
+    """bfloat16 bit patterns (uint16) as float32, exactly."""
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def f32_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """float32 rounded to nearest even bfloat16 bit patterns (uint16); NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    quiet_nan = ((bits >> 16) | 0x40).astype(np.uint16)
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet_nan, rounded)

@@ -1,0 +1,127 @@
+"""Evaluate weight recipes on host tensors: numpy only, one weight at a time.
+
+Row operations work on any value type. A block-quantised tensor is an array of block rows, and since
+no block crosses a row, stacking, slicing and permuting those rows is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pelton.dtypes import is_dense
+from pelton.errors import CheckpointError
+from pelton.ir.recipe import AddScalar, Concat, PermuteRows, Recipe, Rows, Source, Transpose
+from pelton.ir.tensors import HostTensor, bf16_to_f32
+
+
+class TensorLike(Protocol):
+    """What inference needs of a checkpoint tensor; ``TensorInfo`` and ``HostTensor`` are such."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def quant(self) -> str: ...
+
+
+def evaluate(recipe: Recipe, read: Callable[[str], HostTensor]) -> HostTensor:
+    """The tensor that ``recipe`` describes; ``read`` gives checkpoint tensors by name.
+
+    float16 and bfloat16 values keep their type and bits except under ``AddScalar``, which gives
+    float32. Raises ``CheckpointError`` when a recipe needs dense values and the checkpoint holds
+    blocks. A ``Source`` alone returns what ``read`` returned: a view of the mapped file, not a copy.
+    """
+    match recipe:
+        case Source(name):
+            return read(name)
+        case Concat(parts):
+            return _concat([evaluate(part, read) for part in parts])
+        case Rows(base, start, stop):
+            tensor = evaluate(base, read)
+            assert 0 <= start <= stop <= tensor.shape[0], f"rows {start}:{stop} of {tensor.shape}"
+            return HostTensor(tensor.quant, (stop - start, *tensor.shape[1:]), tensor.data[start:stop])
+        case PermuteRows(base, heads, inner):
+            tensor = evaluate(base, read)
+            return HostTensor(tensor.quant, tensor.shape, permute_rows(tensor.data, heads, inner))
+        case Transpose(base):
+            tensor = evaluate(base, read)
+            _need_dense(tensor.quant, recipe, "transposed")
+            return HostTensor(tensor.quant, tensor.shape[::-1], np.ascontiguousarray(tensor.data.T))
+        case AddScalar(base, value):
+            tensor = evaluate(base, read)
+            _need_dense(tensor.quant, recipe, "added to")
+            data = _float32(tensor) + np.float32(value)
+            return HostTensor("float32", tensor.shape, data)
+    raise AssertionError(f"unknown recipe {type(recipe).__name__}")
+
+
+def permute_rows(data: npt.NDArray[np.generic], heads: int, inner: int) -> npt.NDArray[np.generic]:
+    """Rows seen as (heads, rows/heads/inner, inner), the last two axes swapped (``PermuteRows``)."""
+    rows = data.shape[0]
+    assert rows % (heads * inner) == 0, f"{rows} rows do not divide into {heads} heads of {inner}"
+    grouped = data.reshape(heads, rows // heads // inner, inner, *data.shape[1:])
+    return np.ascontiguousarray(grouped.swapaxes(1, 2)).reshape(data.shape)
+
+
+def infer_shape(recipe: Recipe, infos: Mapping[str, TensorLike]) -> tuple[int, ...]:
+    """Shape of what ``evaluate`` would give, without reading."""
+    match recipe:
+        case Source(name):
+            return infos[name].shape
+        case Concat(parts):
+            shapes = [infer_shape(part, infos) for part in parts]
+            assert len({shape[1:] for shape in shapes}) == 1, f"concat of {shapes}"
+            return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        case Rows(base, start, stop):
+            return (stop - start, *infer_shape(base, infos)[1:])
+        case PermuteRows(base) | AddScalar(base):
+            return infer_shape(base, infos)
+        case Transpose(base):
+            return infer_shape(base, infos)[::-1]
+    raise AssertionError(f"unknown recipe {type(recipe).__name__}")
+
+
+def infer_quant(recipe: Recipe, infos: Mapping[str, TensorLike]) -> str:
+    """Value type of what ``evaluate`` would give, without reading; raises as ``evaluate`` would."""
+    match recipe:
+        case Source(name):
+            return infos[name].quant
+        case Concat(parts):
+            quants = {infer_quant(part, infos) for part in parts}
+            assert len(quants) == 1, f"concat of different value types {sorted(quants)}"
+            return quants.pop()
+        case Rows(base) | PermuteRows(base):
+            return infer_quant(base, infos)
+        case Transpose(base):
+            quant = infer_quant(base, infos)
+            _need_dense(quant, recipe, "transposed")
+            return quant
+        case AddScalar(base):
+            _need_dense(infer_quant(base, infos), recipe, "added to")
+            return "float32"
+    raise AssertionError(f"unknown recipe {type(recipe).__name__}")
+
+
+def _concat(parts: list[HostTensor]) -> HostTensor:
+    quants = {part.quant for part in parts}
+    assert len(quants) == 1, f"concat of different value types {sorted(quants)}"
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return HostTensor(quants.pop(), shape, np.concatenate([part.data for part in parts]))
+
+
+def _need_dense(quant: str, recipe: Recipe, verb: str) -> None:
+    if not is_dense(quant):
+        names = ", ".join(recipe.sources())
+        raise CheckpointError(
+            f"tensor {names} is stored as {quant} blocks, which cannot be {verb} without loss; "
+            f"use a checkpoint that keeps it as float32, float16 or bfloat16"
+        )
+
+
+def _float32(tensor: HostTensor) -> npt.NDArray[np.float32]:
+    if tensor.quant == "bfloat16":
+        return bf16_to_f32(tensor.data)
+    return tensor.data.astype(np.float32)
