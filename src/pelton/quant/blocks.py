@@ -104,12 +104,12 @@ def _f16(blocks: Bytes, at: int) -> Float32:
 
 def _nibbles(packed: Bytes) -> Bytes:
     """(n, k) bytes -> (n, 2k): all low nibbles, then all high ones."""
-    return np.concatenate([packed & 15, packed >> 4], axis=1)
+    return np.concatenate([packed & 15, packed >> 4], axis=1, dtype=np.uint8)
 
 
 def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
     """The 32 bits at byte ``at``, each as 0 or 16: bit i belongs to value i."""
-    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
 def _k_scales(blocks: Bytes, at: int) -> tuple[Float32, Float32]:
@@ -155,7 +155,7 @@ def _q2_k(b: Bytes) -> Float32:
     mins = (b[:, :16] >> 4).astype(np.float32) * _f16(b, 82)
     # Half h of 128 values uses bytes 32h..32h+31; its quarter j sits at bits 2j.
     q = b[:, 16:80].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1) & 3
-    values = scales[..., None] * q.reshape(-1, 16, 16).astype(np.float32) - mins[..., None]
+    values: Float32 = scales[..., None] * q.reshape(-1, 16, 16).astype(np.float32) - mins[..., None]
     return values.reshape(-1, 256)
 
 
@@ -170,7 +170,8 @@ def _q3_k(b: Bytes) -> Float32:
     third = (b[:, :32].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1
     q -= (third.reshape(-1, 256) ^ 1).astype(np.int8) << 2  # a clear bit subtracts 4
     d = _f16(b, 108) * scales.astype(np.float32)
-    return (d[..., None] * q.reshape(-1, 16, 16).astype(np.float32)).reshape(-1, 256)
+    values: Float32 = d[..., None] * q.reshape(-1, 16, 16).astype(np.float32)
+    return values.reshape(-1, 256)
 
 
 def _q4_k(b: Bytes) -> Float32:
@@ -245,7 +246,8 @@ def _signed_peak(x: Float32) -> Float32:
 
 def _pack_nibbles(q: Bytes) -> Bytes:
     half = q.shape[1] // 2
-    return q[:, :half] | (q[:, half:] << 4)
+    packed: Bytes = q[:, :half] | (q[:, half:] << np.uint8(4))
+    return packed
 
 
 def _to_q4_0(x: Float32) -> Bytes:
