@@ -1,0 +1,93 @@
+"""The memory an engine will need, computed from shapes before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pelton.engine.config import EngineConfig, KVGroup, MemoryPlan
+from pelton.engine.kv_cache import block_bytes, sequence_blocks
+from pelton.engine.resources import available_memory, human_bytes
+from pelton.errors import ConfigError
+
+
+def kv_bytes_per_token(groups: tuple[KVGroup, ...], kv_dtype: str) -> int:
+    """Bytes that a token's keys and values take over all layers, windows not counted."""
+    return sum(block_bytes(group, 1, kv_dtype) for group in groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What the engine will use on this machine, bytes."""
+
+    memory: MemoryPlan
+    free: int
+    kv_tokens: int
+    """Tokens the cache holds: ``max_batch_size`` x ``max_seq_len``, or what fits."""
+    wanted_kv_tokens: int
+    longest_context: int
+    """Tokens of one sequence that would fit in ``free``, whatever ``max_seq_len`` is."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_tokens * self.memory.kv_bytes_per_token
+
+    @property
+    def work(self) -> int:
+        return self.memory.arena + self.memory.workspace
+
+    def notes(self) -> list[str]:
+        """Sentences for the report."""
+        if self.kv_tokens == self.wanted_kv_tokens:
+            return []
+        return [
+            f"the KV cache will hold {self.kv_tokens} tokens on this machine: {self.wanted_kv_tokens} "
+            f"(max_batch_size x max_seq_len) need "
+            f"{human_bytes(self.wanted_kv_tokens * self.memory.kv_bytes_per_token)}"
+        ]
+
+
+def plan_budget(config: EngineConfig, free: int | None = None) -> Budget:
+    """The budget of ``config`` with ``free`` bytes (default: what this machine has).
+
+    Raises ``ConfigError`` naming what is needed, what is free and the setting that would fit, when
+    weights, work memory and one sequence of ``max_seq_len`` do not fit together.
+    """
+    free = available_memory() if free is None else free
+    build, memory = config.build, config.memory
+    assert build.max_batch_size and build.max_seq_len and build.block_size
+    rest = free - memory.weights - memory.arena - memory.workspace
+    context = max(0, rest) // memory.kv_bytes_per_token // build.block_size * build.block_size
+    one = sequence_blocks(config) * build.block_size
+    if context < one:
+        raise ConfigError(_refusal(config, free, rest, context))
+    wanted = one * build.max_batch_size
+    return Budget(
+        memory=memory,
+        free=free,
+        kv_tokens=min(wanted, context),
+        wanted_kv_tokens=wanted,
+        longest_context=min(context, config.model.max_position_embeddings),
+    )
+
+
+def _refusal(config: EngineConfig, free: int, rest: int, context: int) -> str:
+    build, memory = config.build, config.memory
+    assert build.max_seq_len and build.max_num_tokens
+    work = memory.arena + memory.workspace
+    needed = memory.weights + work + build.max_seq_len * memory.kv_bytes_per_token
+    what = (
+        f"{config.model.name} needs {human_bytes(needed)}: weights {human_bytes(memory.weights)}, work "
+        f"{human_bytes(work)}, KV cache of one sequence of {build.max_seq_len} tokens "
+        f"{human_bytes(build.max_seq_len * memory.kv_bytes_per_token)}; {human_bytes(free)} are free. "
+    )
+    fits: list[str] = []
+    if context >= 2 * build.max_num_tokens or context >= 1024:
+        fits.append(f"max_seq_len {context}")
+    if build.dtype == "float32" and rest + memory.weights // 2 > 0:
+        fits.append("dtype bfloat16 (if the weights are not block-quantised)")
+    if build.kv_dtype == "float32" and rest >= build.max_seq_len * memory.kv_bytes_per_token // 2:
+        fits.append("kv_dtype float16")
+    if not fits and work > memory.weights // 4:
+        fits.append("a smaller max_num_tokens")
+    fits.append(f"a smaller checkpoint, or {human_bytes(needed - free)} more free memory")
+    return what + "Fits with: " + "; ".join(fits) + "."

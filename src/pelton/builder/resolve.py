@@ -1,0 +1,160 @@
+"""Resolves a ``BuildConfig`` once: fills in what is automatic, says what it chose and why, and
+refuses contradictions with the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pelton.dtypes import is_dense
+from pelton.engine.config import BuildConfig
+from pelton.engine.resources import cores
+from pelton.errors import ConfigError
+
+MAX_BATCH_SIZE = 8
+MAX_SEQ_LEN = 8192
+MAX_NUM_TOKENS = 512
+BLOCK_SIZE = 16
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+DTYPES = ("float32", "bfloat16")
+ACTIVATIONS = ("float32", "int8")
+KV_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFacts:
+    """What resolving depends on."""
+
+    max_position_embeddings: int
+    matrix_elements: Mapping[str, int]
+    """Number of values of two-dimensional tensors by quant ("bfloat16", "q4_1", ...)."""
+
+    @property
+    def block_quantised(self) -> bool:
+        return any(not is_dense(quant) for quant in self.matrix_elements)
+
+    @property
+    def dense_dtype(self) -> str | None:
+        """The type most dense matrices have; None when there is none."""
+        dense = {q: n for q, n in self.matrix_elements.items() if is_dense(q)}
+        return max(dense, key=lambda q: dense[q]) if dense else None
+
+
+def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, list[str]]:
+    """``config`` without any ``None``, and a sentence for every automatic choice worth knowing.
+
+    Raises ``ConfigError`` naming the setting, its value and what to do.
+    """
+    notes: list[str] = []
+    values: dict[str, Any] = msgspec.structs.asdict(config)
+    for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_input_len", "block_size"):
+        _positive(name, values[name])
+    if values["max_batch_size"] is None:
+        values["max_batch_size"] = MAX_BATCH_SIZE
+    values["block_size"] = _choice("block_size", values["block_size"] or BLOCK_SIZE, BLOCK_SIZES)
+    _resolve_lengths(values, facts, notes)
+    _resolve_tokens(values, notes)
+    _resolve_types(values, facts, notes)
+    _resolve_threads(values, notes)
+    return BuildConfig(**values), notes
+
+
+def _resolve_lengths(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:
+    limit = facts.max_position_embeddings
+    if values["max_seq_len"] is None:
+        values["max_seq_len"] = min(limit, MAX_SEQ_LEN)
+        if limit > MAX_SEQ_LEN:
+            notes.append(
+                f"max_seq_len is {MAX_SEQ_LEN} of the model's {limit} tokens, to bound the KV cache; "
+                "set max_seq_len for more"
+            )
+    elif values["max_seq_len"] > limit:
+        raise ConfigError(
+            f"max_seq_len {values['max_seq_len']} is beyond the model's {limit} positions; "
+            f"use max_seq_len {limit} or less"
+        )
+    elif values["max_seq_len"] < 2:
+        raise ConfigError("max_seq_len 1 leaves no room for an answer; use 2 or more")
+    longest = values["max_seq_len"] - 1
+    if values["max_input_len"] is None:
+        values["max_input_len"] = longest
+    elif values["max_input_len"] > longest:
+        raise ConfigError(
+            f"max_input_len {values['max_input_len']} leaves no room for an answer in max_seq_len "
+            f"{values['max_seq_len']}; use max_input_len {longest} or less"
+        )
+
+
+def _resolve_tokens(values: dict[str, Any], notes: list[str]) -> None:
+    batch, block = values["max_batch_size"], values["block_size"]
+    if values["max_num_tokens"] is None:
+        useful = batch * values["max_seq_len"]
+        values["max_num_tokens"] = max(batch, min(MAX_NUM_TOKENS, useful))
+        if batch > MAX_NUM_TOKENS:
+            notes.append(f"max_num_tokens is {batch}, so that each of max_batch_size sequences gets a token")
+    elif values["max_num_tokens"] < batch:
+        raise ConfigError(
+            f"max_num_tokens {values['max_num_tokens']} is below max_batch_size {batch}, so not every "
+            f"running sequence would get a token in a step; use max_num_tokens {batch} or more"
+        )
+    elif values["max_num_tokens"] < min(block, values["max_seq_len"]):
+        raise ConfigError(
+            f"max_num_tokens {values['max_num_tokens']} is below block_size {block}, so a step could not "
+            f"fill a KV block; use max_num_tokens {block} or more"
+        )
+
+
+def _resolve_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:
+    stored = facts.dense_dtype
+    if values["dtype"] is None:
+        values["dtype"] = "bfloat16" if stored == "bfloat16" else "float32"
+        if stored == "float16":
+            notes.append(
+                "float16 weights become float32, because bfloat16 would drop 3 of their 10 mantissa bits; "
+                "dtype bfloat16 halves their memory"
+            )
+    else:
+        _choice("dtype", values["dtype"], DTYPES)
+        if stored not in (None, "bfloat16") and values["dtype"] == "bfloat16":
+            notes.append(f"{stored} weights are rounded to bfloat16, as dtype asks")
+    if values["activations"] is None:
+        values["activations"] = "int8" if facts.block_quantised else "float32"
+        if facts.block_quantised:
+            notes.append(
+                "activations of block-quantised products are int8, for speed; "
+                "activations float32 computes them exactly"
+            )
+    elif _choice("activations", values["activations"], ACTIVATIONS) == "int8" and not facts.block_quantised:
+        values["activations"] = "float32"
+        notes.append("activations are float32: int8 is for block-quantised weights, and there are none")
+    exact = values["dtype"] == "float32" and values["activations"] == "float32"
+    if values["kv_dtype"] is None:
+        values["kv_dtype"] = "float32" if exact else "float16"
+    _choice("kv_dtype", values["kv_dtype"], KV_DTYPES)
+
+
+def _resolve_threads(values: dict[str, Any], notes: list[str]) -> None:
+    threads, available = values["threads"], cores()
+    if threads is None:
+        values["threads"] = 0
+    elif threads < 0:
+        raise ConfigError(f"threads must be 0 (all cores) or more, not {threads}")
+    elif threads > available:
+        notes.append(f"{threads} threads on the {available} cores here run slower than {available}")
+
+
+def _positive(name: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _choice(name: str, value: Any, known: tuple[Any, ...]) -> Any:
+    if value in known:
+        return value
+    near = difflib.get_close_matches(str(value), [str(k) for k in known], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"unknown {name} {value!r}{hint} (known: {', '.join(map(str, known))})")

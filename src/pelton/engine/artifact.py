@@ -1,0 +1,202 @@
+"""The engine directory: what is in it, and opening one safely.
+
+Opening reads three small JSON files and maps the weights; it takes milliseconds. Whatever is wrong
+is one ``EngineError`` sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import msgspec
+
+from pelton.engine.config import EngineConfig
+from pelton.engine.plan import Plan
+from pelton.engine.plan_check import check_plan
+from pelton.engine.shards import Shards
+from pelton.errors import EngineError
+
+FORMAT_VERSION = 1
+#: ``PELTON_ABI_VERSION`` of csrc/pelton.h: kernels' names, attributes and weight layouts.
+NATIVE_ABI = 1
+TARGET = "cpu"
+
+T = TypeVar("T")
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the engine; ``path`` is relative, with forward slashes."""
+
+    path: str
+    nbytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """``manifest.json``: what is needed to know before anything else is read."""
+
+    format_version: int
+    pelton_version: str
+    native_abi: int
+    target: str
+    """Device the plan was made for: ``cpu``."""
+    needs: tuple[str, ...] = ()
+    """Packages the engine cannot run without, besides Pelton's own dependencies."""
+    files: tuple[FileEntry, ...]
+
+
+class _Version(msgspec.Struct, frozen=True):
+    format_version: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An opened engine. Weights are mapped, not read."""
+
+    path: Path
+    manifest: Manifest
+    config: EngineConfig
+    plan: Plan
+    weights: Shards
+    engine_id: str
+    """Changes with any byte of the engine: hash of the manifest, which holds every file's hash."""
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Folder with ``tokenizer.json``, chat template and generation defaults."""
+        return self.path / "tokenizer"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files of the engine."""
+        return sum(f.nbytes for f in self.manifest.files)
+
+    def report(self) -> dict[str, object]:
+        """``report.json`` of the build."""
+        return _decode(self.path / "report.json", dict[str, object])
+
+
+def is_engine(path: str | Path) -> bool:
+    """True for a directory that claims to be an engine (it may still be damaged)."""
+    return (Path(path) / "manifest.json").is_file()
+
+
+def open_engine(path: str | Path, *, verify: bool = False) -> Engine:
+    """Open the engine directory at ``path``.
+
+    ``verify`` reads all files and compares their SHA-256; without it only presence and sizes are
+    checked. Raises ``EngineError``.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise EngineError(f"there is no engine at {root}; build one with: pelton build CHECKPOINT -o {root}")
+    if not root.is_dir():
+        raise EngineError(f"{root} is a file, not an engine directory; build one with: pelton build {root}")
+    manifest_path = root / "manifest.json"
+    if not manifest_path.is_file():
+        raise EngineError(
+            f"{root} is not an engine: it has no manifest.json; "
+            f"if it is a checkpoint, build an engine with: pelton build {root}"
+        )
+    manifest = _read_manifest(manifest_path)
+    for entry in manifest.files:
+        _check_file(root, entry, verify)
+    config = _decode(root / "config.json", EngineConfig)
+    unset = [name for name in config.build.__struct_fields__ if getattr(config.build, name) is None]
+    if unset:
+        raise _damaged(root / "config.json", f"build.{unset[0]} has no value")
+    plan = _decode(root / "plan.json", Plan)
+    weights = Shards(
+        root / f.path for f in manifest.files if PurePosixPath(f.path).suffix == ".safetensors"
+    )
+    try:
+        check_plan(plan, config, weights.meta)
+    except ValueError as error:
+        raise _damaged(root / "plan.json", str(error)) from error
+    engine_id = hashlib.sha256(manifest_path.read_bytes()).hexdigest()
+    return Engine(root, manifest, config, plan, weights, engine_id)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    version = _decode(path, _Version).format_version
+    if version > FORMAT_VERSION:
+        raise EngineError(
+            f"{path.parent} has engine format {version}, newer than this Pelton reads ({FORMAT_VERSION}); "
+            "upgrade Pelton or rebuild the engine"
+        )
+    if version < FORMAT_VERSION:
+        raise EngineError(
+            f"{path.parent} has engine format {version}, which this Pelton no longer reads "
+            f"({FORMAT_VERSION}); rebuild the engine"
+        )
+    manifest = _decode(path, Manifest)
+    if manifest.target != TARGET:
+        raise EngineError(
+            f"{path.parent} was built for {manifest.target}, and this Pelton runs {TARGET} engines; "
+            "rebuild it for this machine"
+        )
+    if manifest.native_abi != NATIVE_ABI:
+        raise EngineError(
+            f"{path.parent} was built for native library interface {manifest.native_abi} and this Pelton "
+            f"{_version()} has {NATIVE_ABI}; rebuild the engine or install Pelton {manifest.pelton_version}"
+        )
+    for package in manifest.needs:
+        raise EngineError(f"{path.parent} needs {package}, which this Pelton cannot use; upgrade Pelton")
+    return manifest
+
+
+def _check_file(root: Path, entry: FileEntry, verify: bool) -> None:
+    relative = PurePosixPath(entry.path)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise _damaged(root / "manifest.json", f"it names a file outside the engine, {entry.path!r}")
+    path = root / entry.path
+    try:
+        size = path.stat().st_size
+    except OSError:
+        raise EngineError(
+            f"{root} is incomplete: {entry.path} is missing; copy it again or rebuild the engine"
+        ) from None
+    if size != entry.nbytes:
+        raise EngineError(
+            f"{root} is damaged: {entry.path} has {size} bytes instead of {entry.nbytes}; "
+            "copy it again or rebuild the engine"
+        )
+    if verify and file_sha256(path) != entry.sha256:
+        raise EngineError(
+            f"{root} is damaged: {entry.path} does not have the SHA-256 its manifest says; "
+            "copy it again or rebuild the engine"
+        )
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _decode(path: Path, kind: type[T]) -> T:
+    decode: Callable[..., T] = msgspec.json.decode
+    try:
+        return decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise EngineError(
+            f"{path.parent} is incomplete: {path.name} cannot be read ({error.strerror}); rebuild the engine"
+        ) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, why: str) -> EngineError:
+    return EngineError(
+        f"{path.parent} is damaged: {path.name}: {why}; copy the engine again or rebuild it"
+    )
+
+
+def _version() -> str:
+    from pelton import __version__
+
+    return __version__

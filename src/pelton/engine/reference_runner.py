@@ -1,0 +1,124 @@
+"""Runs a plan with the ops' references: the definition of what a plan means, and slow.
+
+One Python loop over the instructions. Intermediate tensors live in the planned arena, as in the
+native runner, so a wrong memory plan shows here too. Torch is imported when a runner is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pelton.engine.batch import InputBatch, StepResult
+from pelton.engine.kv_cache import KVCaches
+from pelton.engine.plan import Instruction, Operand, Plan
+from pelton.engine.shards import Shards
+from pelton.engine.step_inputs import step_dims, step_inputs
+
+
+class ReferenceRunner:
+    """Executes ``plan`` over ``caches``; weights are unpacked to float32 when first used."""
+
+    def __init__(self, plan: Plan, weights: Shards, caches: KVCaches, threads: int) -> None:
+        import torch
+
+        from pelton.ir.op import all_ops
+
+        self._torch = torch
+        self._plan = plan
+        self._weights = weights
+        self._threads = threads
+        self._arena = torch.empty(plan.arena_bytes, dtype=torch.uint8)
+        self._fixed: dict[int, Any] = {}
+        for index, buffer in enumerate(plan.buffers):
+            if buffer.kind in ("k_cache", "v_cache"):
+                cache = (caches.k if buffer.kind == "k_cache" else caches.v)[buffer.layer]
+                tensor = torch.from_numpy(cache)
+                self._fixed[index] = tensor.view(torch.bfloat16) if buffer.dtype == "bfloat16" else tensor
+        self._ops = all_ops()
+        self._order = {name: _argument_order(op.torch_op) for name, op in self._ops.items()}
+
+    def poison(self) -> None:
+        """Fill the arena with NaN: a step must not depend on what an earlier one left there."""
+        self._arena.fill_(0xFF)
+
+    def run(self, batch: InputBatch, outputs: Sequence[str]) -> StepResult:
+        """Compute one step; ``outputs`` names operands to copy when they are produced."""
+        torch = self._torch
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                return self._run(batch, frozenset(outputs))
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self, batch: InputBatch, wanted: frozenset[str]) -> StepResult:
+        torch, plan = self._torch, self._plan
+        dims = step_dims(batch)
+        inputs = {name: torch.from_numpy(array) for name, array in step_inputs(batch).items()}
+        taken: dict[str, npt.NDArray[np.generic]] = {}
+        for operand in plan.operands:
+            if operand.name in wanted and plan.buffers[operand.buffer].kind != "arena":
+                taken[operand.name] = self._view(operand, dims, inputs).numpy().copy()
+        for instruction in plan.instructions:
+            results = self._call(instruction, dims, inputs)
+            for index, value in zip(instruction.outputs, results, strict=True):
+                operand = plan.operands[index]
+                self._view(operand, dims, inputs).copy_(value)
+            for index in (*instruction.outputs, *instruction.inputs):
+                operand = plan.operands[index]
+                if index >= 0 and operand.name in wanted and operand.name not in taken:
+                    taken[operand.name] = self._view(operand, dims, inputs).numpy().copy()
+        logits = self._view(plan.operands[plan.logits], dims, inputs).numpy()
+        return StepResult(logits_NV=logits, outputs=taken)
+
+    def _call(self, instruction: Instruction, dims: dict[str, int], inputs: dict[str, Any]) -> tuple[Any, ...]:
+        tensors = iter(instruction.inputs)
+        args: list[Any] = []
+        for name, is_tensor, default in self._order[instruction.op]:
+            if not is_tensor:
+                args.append(instruction.attrs.get(name, default))
+                continue
+            index = next(tensors, -1)
+            args.append(None if index < 0 else self._view(self._plan.operands[index], dims, inputs))
+        result = self._ops[instruction.op].reference(*args)
+        if result is None:
+            return ()
+        return result if isinstance(result, tuple) else (result,)
+
+    def _view(self, operand: Operand, dims: dict[str, int], inputs: dict[str, Any]) -> Any:
+        """The operand as a torch tensor over its memory, at this step's sizes."""
+        torch, buffer = self._torch, self._plan.buffers[operand.buffer]
+        if buffer.kind == "input":
+            return inputs[buffer.name]
+        if buffer.kind in ("k_cache", "v_cache"):
+            return self._fixed[operand.buffer]
+        shape = [dims[d] if isinstance(d, str) else d for d in operand.shape]
+        if buffer.kind == "arena":
+            dtype = getattr(torch, buffer.dtype)
+            flat = self._arena[buffer.offset : buffer.offset + buffer.nbytes].view(dtype)
+        else:
+            flat = self._weight(operand.buffer)
+        return flat.as_strided(shape, operand.strides, operand.offset)
+
+    def _weight(self, index: int) -> Any:
+        if index not in self._fixed:
+            from pelton.kernels.layouts import LAYOUTS
+
+            buffer = self._plan.buffers[index]
+            meta = self._weights.meta[buffer.name]
+            values = LAYOUTS[meta.layout].unpack(self._weights[buffer.name], meta.quant, meta.shape)
+            self._fixed[index] = self._torch.from_numpy(np.ascontiguousarray(values)).reshape(-1)
+        return self._fixed[index]
+
+
+def _argument_order(torch_op: Any) -> list[tuple[str, bool, Any]]:
+    """(name, is a tensor, default) of each argument of an op, in the schema's order."""
+    return [
+        (arg.name, "Tensor" in str(arg.type), arg.default_value if arg.has_default_value() else None)
+        for arg in torch_op._schema.arguments
+    ]

@@ -1,0 +1,130 @@
+"""A session: an engine loaded on this machine. Batches in, logits out; no scheduler.
+
+Nothing here may import torch: the native path serves without it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from pelton.engine import native_runner
+from pelton.engine.artifact import Engine, open_engine
+from pelton.engine.batch import InputBatch, StepResult
+from pelton.engine.config import EngineConfig
+from pelton.engine.kv_cache import KVCaches, allocate, resolve_num_blocks
+from pelton.engine.resources import cores
+from pelton.engine.validate import BatchChecker
+from pelton.errors import ConfigError, EngineError, MissingDependencyError, PeltonError
+
+RunnerName = Literal["auto", "native", "reference"]
+
+
+class Runner(Protocol):
+    """Executes a plan over weights and caches that it was given."""
+
+    def run(self, batch: InputBatch, outputs: Sequence[str]) -> StepResult: ...
+
+
+class Session:
+    """An engine with its KV cache, ready to run steps (a ``ModelSession``).
+
+    - ``threads``: CPU threads (default: as built; 0: all cores of the process);
+    - ``kv_blocks``: blocks of each KV group, one number for all or one each (default: enough for
+      ``max_batch_size`` sequences of ``max_seq_len`` tokens, or what fits in free memory);
+    - ``runner``: ``native``, ``reference`` (PyTorch, slow: for debugging), or ``auto``: native
+      where the library is there, else reference with a warning.
+
+    Raises ``EngineError`` when the engine cannot be used, ``ConfigError`` for a bad argument.
+    """
+
+    config: EngineConfig
+    num_blocks: tuple[int, ...]
+
+    def __init__(
+        self,
+        engine: str | Path | Engine,
+        *,
+        threads: int | None = None,
+        kv_blocks: int | Sequence[int] | None = None,
+        runner: RunnerName = "auto",
+    ) -> None:
+        self.engine = engine if isinstance(engine, Engine) else open_engine(engine)
+        self.config = self.engine.config
+        self.threads = _resolve_threads(self.config, threads)
+        self.num_blocks = resolve_num_blocks(self.config, kv_blocks)
+        self._checker = BatchChecker(self.config, self.num_blocks, self.engine.plan.dims["N"])
+        self._names = frozenset(operand.name for operand in self.engine.plan.operands)
+        self._caches = allocate(self.config, self.num_blocks)
+        self._runner: Runner | None
+        self.runner_name, self._runner = self._make_runner(runner)
+
+    def run(self, batch: InputBatch, outputs: Sequence[str] = ()) -> StepResult:
+        """Compute one step and write its KV.
+
+        ``outputs`` names intermediate tensors (``Operand.name``) to return besides the logits.
+        Raises ``ValueError`` when ``batch`` breaks the contract or a name is unknown; the KV cache
+        is then untouched. The result's arrays are valid until the next run.
+        """
+        if self._runner is None:
+            raise PeltonError("the session is closed; open a new one")
+        self._checker.check(batch)
+        for name in outputs:
+            if name not in self._names:
+                raise ValueError(f"the engine has no tensor {name!r}")
+        return self._runner.run(batch, outputs)
+
+    def close(self) -> None:
+        """Free the KV cache and the runner; idempotent."""
+        self._runner = None
+        self._caches = KVCaches({}, {}, self.num_blocks)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make_runner(self, name: RunnerName) -> tuple[str, Runner]:
+        if name not in ("auto", "native", "reference"):
+            raise ConfigError(f"unknown runner {name!r} (known: auto, native, reference)")
+        if name != "reference":
+            reason = native_runner.unavailable()
+            if reason is None:
+                native = native_runner.NativeRunner(
+                    self.engine.plan, self.engine.weights, self._caches, self.threads
+                )
+                return "native", native
+            if name == "native":
+                raise EngineError(f"the native library cannot run here: {reason}; use runner='reference'")
+            warnings.warn(
+                f"the native library cannot run here ({reason}); steps run on the PyTorch reference, "
+                "which is many times slower",
+                stacklevel=3,
+            )
+        return "reference", self._reference_runner()
+
+    def _reference_runner(self) -> Runner:
+        try:
+            from pelton.engine.reference_runner import ReferenceRunner
+
+            return ReferenceRunner(self.engine.plan, self.engine.weights, self._caches, self.threads)
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the reference runner needs PyTorch ({error}); install it with: pip install 'pelton[build]'"
+            ) from error
+
+
+def _resolve_threads(config: EngineConfig, threads: int | None) -> int:
+    wanted = config.build.threads if threads is None else threads
+    assert wanted is not None
+    if wanted < 0:
+        raise ConfigError(f"threads must be 0 (all cores) or more, not {wanted}")
+    available = cores()
+    if wanted > available:
+        warnings.warn(
+            f"{wanted} threads on {available} cores run slower than {available}", stacklevel=3
+        )
+    return wanted or available
