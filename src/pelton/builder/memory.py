@@ -53,6 +53,4 @@ def plan_arena(buffers: Sequence[Lifetime]) -> tuple[list[int], int]:
 def lower_bound(buffers: Sequence[Lifetime]) -> int:
     """Largest number of bytes alive at one instruction: no arena can be smaller."""
     moments = {b.first for b in buffers}
-    return max(
-        (sum(align(b.nbytes) for b in buffers if b.first <= t <= b.last) for t in moments), default=0
-    )
+    return max((sum(align(b.nbytes) for b in buffers if b.first <= t <= b.last) for t in moments), default=0)

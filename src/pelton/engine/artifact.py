@@ -110,9 +110,7 @@ def open_engine(path: str | Path, *, verify: bool = False) -> Engine:
     if unset:
         raise _damaged(root / "config.json", f"build.{unset[0]} has no value")
     plan = _decode(root / "plan.json", Plan)
-    weights = Shards(
-        root / f.path for f in manifest.files if PurePosixPath(f.path).suffix == ".safetensors"
-    )
+    weights = Shards(root / f.path for f in manifest.files if PurePosixPath(f.path).suffix == ".safetensors")
     try:
         check_plan(plan, config, weights.meta)
     except ValueError as error:
@@ -191,9 +189,7 @@ def _decode(path: Path, kind: type[T]) -> T:
 
 
 def _damaged(path: Path, why: str) -> EngineError:
-    return EngineError(
-        f"{path.parent} is damaged: {path.name}: {why}; copy the engine again or rebuild it"
-    )
+    return EngineError(f"{path.parent} is damaged: {path.name}: {why}; copy the engine again or rebuild it")
 
 
 def _version() -> str:

@@ -76,7 +76,9 @@ class ReferenceRunner:
         logits = self._view(plan.operands[plan.logits], dims, inputs).numpy()
         return StepResult(logits_NV=logits, outputs=taken)
 
-    def _call(self, instruction: Instruction, dims: dict[str, int], inputs: dict[str, Any]) -> tuple[Any, ...]:
+    def _call(
+        self, instruction: Instruction, dims: dict[str, int], inputs: dict[str, Any]
+    ) -> tuple[Any, ...]:
         tensors = iter(instruction.inputs)
         args: list[Any] = []
         for name, is_tensor, default in self._order[instruction.op]:

@@ -124,7 +124,5 @@ def _resolve_threads(config: EngineConfig, threads: int | None) -> int:
         raise ConfigError(f"threads must be 0 (all cores) or more, not {wanted}")
     available = cores()
     if wanted > available:
-        warnings.warn(
-            f"{wanted} threads on {available} cores run slower than {available}", stacklevel=3
-        )
+        warnings.warn(f"{wanted} threads on {available} cores run slower than {available}", stacklevel=3)
     return wanted or available

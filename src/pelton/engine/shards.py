@@ -76,7 +76,7 @@ class ShardWriter:
         assert data.dtype == np.uint8 and data.nbytes == meta.nbytes, (
             f"{name}: announced {meta.nbytes} bytes, got {data.nbytes}"
         )
-        self._put(memoryview(np.ascontiguousarray(data).reshape(-1)))
+        self._put(np.ascontiguousarray(data).reshape(-1).data)
         self._put(memoryview(bytes(align(meta.nbytes) - meta.nbytes)))
         if not self._pending:
             self._finish()
@@ -135,7 +135,7 @@ class Shards:
         with path.open("rb") as file:
             size = path.stat().st_size
             if size < 8:
-                raise EngineError(f"{path} is damaged: it is too short for a weight shard; rebuild the engine")
+                raise EngineError(f"{path} is damaged: too short for a weight shard; rebuild the engine")
             mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
         (length,) = struct.unpack("<Q", mapped[:8].tobytes())
         if length > min(size - 8, _MAX_HEADER):

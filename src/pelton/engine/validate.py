@@ -42,16 +42,16 @@ class BatchChecker:
             if wanted > 1 and not (batch.logits_indices_N[1:] > batch.logits_indices_N[:-1]).all():
                 raise ValueError("logits_indices must be ascending")
         if len(batch.groups) != len(self._num_blocks):
-            raise ValueError(f"the engine has {len(self._num_blocks)} KV groups, the batch {len(batch.groups)}")
+            raise ValueError(
+                f"the engine has {len(self._num_blocks)} KV groups, the batch {len(batch.groups)}"
+            )
         for i, group in enumerate(batch.groups):
             self._check_group(i, group, tokens)
 
     def _check_group(self, index: int, group: AttentionMetadata, tokens: int) -> None:
         sequences = group.seq_lens_B.size
         if not 1 <= sequences <= self._max_batch:
-            raise ValueError(
-                f"a step has 1 to {self._max_batch} sequences (max_batch_size), not {sequences}"
-            )
+            raise ValueError(f"a step has 1 to {self._max_batch} sequences (max_batch_size), not {sequences}")
         _array("seq_lens", group.seq_lens_B, (sequences,))
         _array("cu_seqlens", group.cu_seqlens, (sequences + 1,))
         _array(f"slot_mapping.{index}", group.slot_mapping_T, (tokens,))
