@@ -19,6 +19,7 @@ from pelton.engine.plan import Plan
 from pelton.engine.plan_check import check_plan
 from pelton.engine.shards import Shards
 from pelton.errors import EngineError
+from pelton.version import __version__
 
 FORMAT_VERSION = 1
 #: ``PELTON_ABI_VERSION`` of csrc/pelton.h: kernels' names, attributes and weight layouts.
@@ -140,7 +141,7 @@ def _read_manifest(path: Path) -> Manifest:
     if manifest.native_abi != NATIVE_ABI:
         raise EngineError(
             f"{path.parent} was built for native library interface {manifest.native_abi} and this Pelton "
-            f"{_version()} has {NATIVE_ABI}; rebuild the engine or install Pelton {manifest.pelton_version}"
+            f"{__version__} has {NATIVE_ABI}; rebuild the engine or install Pelton {manifest.pelton_version}"
         )
     for package in manifest.needs:
         raise EngineError(f"{path.parent} needs {package}, which this Pelton cannot use; upgrade Pelton")
@@ -190,9 +191,3 @@ def _decode(path: Path, kind: type[T]) -> T:
 
 def _damaged(path: Path, why: str) -> EngineError:
     return EngineError(f"{path.parent} is damaged: {path.name}: {why}; copy the engine again or rebuild it")
-
-
-def _version() -> str:
-    from pelton import __version__
-
-    return __version__
