@@ -1,0 +1,87 @@
+"""Modules whose parameters know how they are made from a checkpoint: the weight recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pelton.errors import CheckpointError
+from pelton.ir.evaluate import evaluate
+from pelton.ir.recipe import Recipe, Source
+from pelton.ir.tensors import HostTensor, bf16_to_f32
+
+
+def dense_float32(tensor: HostTensor) -> npt.NDArray[np.float32]:
+    """Values of a dense tensor; raises ``CheckpointError`` on block types."""
+    if tensor.quant == "bfloat16":
+        return bf16_to_f32(tensor.data)
+    if not tensor.dense:
+        raise CheckpointError(f"cannot load {tensor.quant} blocks eagerly without a dequantiser")
+    return tensor.data.astype(np.float32)
+
+
+class Module(torch.nn.Module):
+    """A ``torch.nn.Module`` that may say where its parameters come from.
+
+    The module tree mirrors the checkpoint's (Hugging Face) names, so a parameter's recipe is by
+    default ``Source(its own name)``. A class overrides ``recipe`` where the checkpoint differs.
+    """
+
+    def recipe(self, param_name: str, source: Recipe) -> Recipe:
+        """How this module's own parameter ``param_name`` ("weight", "bias") is made.
+
+        ``source`` is the default: the checkpoint tensor of the parameter's name.
+        """
+        return source
+
+
+def collect_recipes(model: torch.nn.Module) -> dict[str, Recipe]:
+    """Recipe of every parameter by name; a parameter shared by two modules appears once.
+
+    The name under which it appears is the first one, as in ``model.named_parameters()``: with tied
+    embeddings the language-model head has no entry of its own.
+    """
+    recipes: dict[str, Recipe] = {}
+    source_name: Callable[[str], str] = getattr(model, "source_name", lambda name: name)
+    for full_name, _ in model.named_parameters():
+        prefix, _, name = full_name.rpartition(".")
+        owner = model.get_submodule(prefix)
+        recipe: Recipe = Source(source_name(full_name))
+        if isinstance(owner, Module):
+            recipe = owner.recipe(name, recipe)
+        recipes[full_name] = recipe
+    return recipes
+
+
+def load_weights(
+    model: torch.nn.Module,
+    read: Callable[[str], HostTensor],
+    to_float32: Callable[[HostTensor], npt.NDArray[np.float32]] = dense_float32,
+) -> None:
+    """Fill a model made on the meta device, in float32, so that it runs eagerly.
+
+    ``read`` gives a checkpoint tensor by name; ``to_float32`` gives its values: pass a dequantiser
+    for checkpoints with block types. Raises ``CheckpointError`` where a tensor made by its recipe
+    has not the parameter's shape.
+    """
+    for name, recipe in collect_recipes(model).items():
+        parameter = model.get_parameter(name)
+        value = torch.from_numpy(np.array(to_float32(evaluate(recipe, read)), np.float32))
+        if value.shape != parameter.shape:
+            raise CheckpointError(
+                f"{', '.join(recipe.sources())} gives {name} the shape {tuple(value.shape)}; "
+                f"the model's configuration asks for {tuple(parameter.shape)}"
+            )
+        replace_parameter(model, parameter, torch.nn.Parameter(value, requires_grad=False))
+
+
+def replace_parameter(model: torch.nn.Module, old: Any, new: Any) -> None:
+    """Put ``new`` wherever ``model`` holds ``old``, so that tied parameters stay tied."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
