@@ -1,0 +1,1 @@
+"""Choosing tokens from logits: the definition in numpy, and the native library's version of it."""

@@ -1,0 +1,92 @@
+"""Sampling: the numpy definition behaves as its text says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pelton.kernels.sampling import reference
+
+
+def one(logits: np.ndarray, *, t=1.0, k=0, p=1.0, m=0.0, seed=0, position=0) -> int:
+    row = np.asarray(logits, np.float32)[None]
+    return int(reference.sample(row, [t], [k], [p], [m], [seed], [position])[0][0])
+
+
+def draws(logits: np.ndarray, n: int = 300, **kwargs) -> np.ndarray:
+    return np.array([one(logits, seed=7, position=i, **kwargs) for i in range(n)])
+
+
+def test_the_exponential_is_accurate() -> None:
+    x = np.linspace(-86.9, 0, 100_001, dtype=np.float32)
+    want = np.exp(x.astype(np.float64))
+    assert np.abs(reference.exp32(x) / want - 1).max() < 2e-7
+    assert reference.exp32(np.array([0, -100, -np.inf], np.float32)).tolist() == [1, 0, 0]
+
+
+def test_temperature_zero_takes_the_lowest_of_the_largest() -> None:
+    assert one([0, 3, 1, 3], t=0) == 1
+    assert one([np.nan, -np.inf, -5, np.nan], t=0) == 2
+    assert one([-np.inf, -np.inf], t=0) == 0
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
+    counts = np.bincount(draws(logits, n=2000), minlength=4) / 2000
+    assert np.abs(counts - [0.5, 0.3, 0.15, 0.05]).max() < 0.04
+    sharper = np.bincount(draws(logits, n=2000, t=0.5), minlength=4) / 2000
+    assert abs(sharper[0] - 0.25 / 0.365) < 0.04
+
+
+def test_truncations_keep_what_they_say() -> None:
+    logits = np.log(np.array([0.1, 0.5, 0.05, 0.3, 0.05]))
+    assert set(draws(logits, k=2)) == {1, 3}
+    assert set(draws(logits, k=4)) == {0, 1, 2, 3}  # of two equal ones the first
+    assert set(draws(logits, p=0.79)) == {1, 3}
+    assert set(draws(logits, p=0.81)) == {0, 1, 3}
+    assert set(draws(logits, p=1e-6)) == {1}
+    assert set(draws(logits, k=3, p=0.5)) == {1}  # 0.5 of 0.9
+    assert set(draws(logits, m=0.19)) == {0, 1, 3}
+    assert set(draws(logits, m=1.0)) == {1}
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    logits = np.array([0, -np.inf, np.nan, 0])
+    assert set(draws(logits)) == {0, 3}
+    assert set(draws(logits, k=3, p=0.999)) == {0, 3}
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((6, 100)).astype(np.float32)
+    args = [[1.0] * 6, [0] * 6, [1.0] * 6, [0.0] * 6]
+    together = reference.sample(logits, *args, [3, 1, 4, 1, 5, 2**64 - 1], [0, 1, 2, 3, 4, 5])[0]
+    for i in range(6):
+        assert together[i] == one(logits[i], seed=[3, 1, 4, 1, 5, -1][i], position=i)
+    u = [reference.uniform(s, p) for s in range(50) for p in range(50)]
+    assert len(set(u)) == 2500
+    assert abs(np.mean(u) - 0.5) < 0.02
+    assert 0 <= min(u) < max(u) < 1
+
+
+def test_log_probabilities_are_those_of_the_softmax() -> None:
+    rng = np.random.default_rng(2)
+    logits = (rng.standard_normal((3, 500)) * 5).astype(np.float32)
+    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    chosen = np.array([4, 499, 0], np.int32)
+    logprobs, ranks, ids, top = reference.log_softmax_topk(logits, chosen, 5)
+    assert np.allclose(logprobs, exact[np.arange(3), chosen], atol=1e-5)
+    assert np.allclose(top, np.sort(exact, -1)[:, ::-1][:, :5], atol=1e-5)
+    assert np.array_equal(ids, np.argsort(-logits, -1)[:, :5])
+    assert ranks.tolist() == [1 + int((logits[i] > logits[i, c]).sum()) for i, c in enumerate(chosen)]
+    tokens, sampled = reference.sample(
+        logits, [0.0, 0.7, 2.0], [0, 5, 0], [1.0] * 3, [0.0] * 3, [1] * 3, [9] * 3
+    )
+    assert np.allclose(sampled, exact[np.arange(3), tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_the_number_of_alternatives_is_as_asked(k: int) -> None:
+    _, _, ids, logprobs = reference.log_softmax_topk(np.zeros((2, 4), np.float32), [0, 1], k)
+    assert ids.shape == logprobs.shape == (2, k)
+    assert ids.tolist() == [list(range(k))] * 2
