@@ -100,3 +100,8 @@ def add_scalar(base: Recipe, value: float) -> Recipe:
         value += base.value
         base = base.base
     return base if value == 0 else AddScalar(base, value)
+
+
+def transpose(base: Recipe) -> Recipe:
+    """``Transpose``; twice gives ``base`` back, so that it costs nothing and works on blocks."""
+    return base.base if isinstance(base, Transpose) else Transpose(base)

@@ -1,0 +1,220 @@
+"""What a checkpoint is to the rest of Pelton: the Hugging Face view of weights, config, tokenizer.
+
+Readers (``hf.py``, ``gguf.py``) present names, shapes and config keys of the Hugging Face model
+whatever the file format. They map files into memory and read one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pelton.errors import CheckpointError
+from pelton.ir.evaluate import infer_shape
+from pelton.ir.recipe import Recipe, Source
+from pelton.ir.tensors import HostTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """What ``Checkpoint.read`` gives for a tensor."""
+
+    name: str
+    """Of the Hugging Face model."""
+    shape: tuple[int, ...]
+    quant: str
+    """Dense dtype or block type as in ``HostTensor``; another lower-case GGUF type name (``iq4_nl``)
+    when ``read`` dequantises it to float32 because Pelton has no such block type."""
+    nbytes: int
+    """In the file."""
+    note: str = ""
+    """What the build report should say of it, when it is not read as it is stored."""
+
+
+class Checkpoint(ABC):
+    """An opened checkpoint. Opening reads headers only; ``read`` maps one tensor."""
+
+    name: str
+    """Shown to users and served as the model's id."""
+    path: Path
+    config: dict[str, Any]
+    """As in a Hugging Face ``config.json``, with ``architectures``."""
+    generation_config: dict[str, Any]
+    """As in ``generation_config.json``; empty when there is none."""
+    tensors: Mapping[str, TensorInfo]
+
+    @abstractmethod
+    def read(self, name: str) -> HostTensor:
+        """The tensor's values, a read-only view of the mapped file where possible.
+
+        Raises ``CheckpointError`` when the file cannot be read, ``KeyError`` for an unknown name.
+        """
+
+    def source(self, name: str) -> Recipe:
+        """The recipe of the Hugging Face tensor ``name`` over what ``read`` gives.
+
+        ``Source(name)`` except where a format stores other values than Hugging Face: GGUF files keep
+        Gemma's norm weights plus one (``AddScalar(Source, -1)``) and GPT-2's Conv1D weights
+        transposed (``Transpose(Source)``). A model that undoes just that (``add_scalar(source, 1)``,
+        ``transpose(source)``) folds to the stored tensor, bit for bit.
+        """
+        return Source(name)
+
+    @abstractmethod
+    def write_tokenizer(self, directory: Path) -> None:
+        """Write what an engine needs to turn text into tokens and back, into an existing directory:
+
+        - ``tokenizer.json``, Hugging Face tokenizers' format; its post-processor adds BOS exactly
+          when the checkpoint wants it;
+        - ``chat_template.jinja``, when there is one;
+        - ``special_tokens.json``: ``bos_token``, ``eos_token``, ``unk_token``, ``pad_token`` (text or
+          null), ``bos_token_id`` (int or null), ``eos_token_ids`` (list), ``add_bos`` (bool).
+
+        Raises ``CheckpointError`` when the tokenizer is missing or of an unknown kind.
+        """
+
+    @abstractmethod
+    def files(self) -> Iterable[Path]:
+        """The files this checkpoint consists of."""
+
+    def fingerprint(self) -> str:
+        """A cheap content id for the engine cache: names, sizes and times of the files."""
+        digest = hashlib.blake2b(digest_size=16)
+        for file in sorted(self.files()):
+            stat = file.stat()
+            digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+        return digest.hexdigest()
+
+
+#: Tensors that some checkpoints carry although no model reads them: buffers that are recomputed.
+HARMLESS = (
+    "*.rotary_emb.inv_freq",  # LLaMA checkpoints saved by early transformers
+    "*.self_attn.rotary_emb.*",
+    "transformer.h.*.attn.bias",  # GPT-2's causal mask
+    "transformer.h.*.attn.masked_bias",
+)
+
+
+def check_tensors(
+    expected: Mapping[str, tuple[int, ...]],
+    checkpoint: Checkpoint,
+    *,
+    ignore: Iterable[str] = (),
+    tied_head: tuple[str, str] | None = None,
+) -> list[str]:
+    """Account for every tensor: all ``expected`` (name -> Hugging Face shape) present and of that
+    shape, none besides except ``HARMLESS`` and ``ignore`` (shell patterns).
+
+    ``tied_head``, such as ``("lm_head.weight", "model.embed_tokens.weight")``, says that the first
+    is tied to the second and so not expected: a copy of it in the file is compared by value.
+
+    Returns sentences for the build report. Raises ``CheckpointError`` naming the first few tensors
+    that are missing, unexpected or mis-shaped, and how many there are.
+    """
+    notes: list[str] = []
+    patterns = [*HARMLESS, *ignore]
+    present = dict(checkpoint.tensors)
+    if tied_head is not None and tied_head[0] in present and tied_head[0] not in expected:
+        notes.append(_tied_note(checkpoint, *tied_head))
+        del present[tied_head[0]]
+
+    problems = []
+    missing = [name for name in expected if name not in present]
+    if missing:
+        problems.append(f"{_some(missing)} missing")
+    extra = [name for name in present if name not in expected]
+    harmless = [name for name in extra if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+    unexpected = [name for name in extra if name not in harmless]
+    if unexpected:
+        problems.append(f"{_some(unexpected)} unexpected")
+    wrong = []
+    for name, shape in expected.items():
+        if name in present:
+            actual = infer_shape(checkpoint.source(name), checkpoint.tensors)
+            if actual != tuple(shape):
+                wrong.append(f"{name} is {_dims(actual)}, not {_dims(shape)}")
+    if wrong:
+        problems.append("wrong shape: " + _first(wrong))
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.name} does not match its architecture "
+            f"{checkpoint.config.get('architectures', ['?'])[0]}: {'; '.join(problems)}; "
+            f"the checkpoint is incomplete or its config belongs to another model"
+        )
+    if harmless:
+        notes.append(f"ignored {_some(harmless)}: recomputed, not weights")
+    return notes
+
+
+def assert_finite(tensor: HostTensor, name: str) -> None:
+    """Raise ``CheckpointError`` naming the tensor when a value (or a block's scale) is NaN or infinite."""
+    bad = _count_non_finite(tensor)
+    if bad:
+        what = "values" if tensor.dense else "block scales"
+        raise CheckpointError(
+            f"tensor {name} has {bad} NaN or infinite {what}; "
+            f"the checkpoint is damaged or its training diverged"
+        )
+
+
+#: Byte offsets of the float16 scales of each block type.
+_SCALE_OFFSETS = {
+    "q4_0": (0,),
+    "q4_1": (0, 2),
+    "q5_0": (0,),
+    "q5_1": (0, 2),
+    "q8_0": (0,),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+}
+
+
+def _count_non_finite(tensor: HostTensor) -> int:
+    from pelton.dtypes import BLOCK_TYPES
+
+    if tensor.dense:
+        if tensor.quant in ("float32", "float16"):
+            return int(tensor.data.size - np.isfinite(tensor.data).sum())
+        if tensor.quant == "bfloat16":
+            exponent = tensor.data.view(np.uint16) & 0x7F80
+            return int((exponent == 0x7F80).sum())
+        return 0
+    blocks = tensor.data.reshape(-1, BLOCK_TYPES[tensor.quant].block_bytes)
+    total = 0
+    for at in _SCALE_OFFSETS[tensor.quant]:
+        bits = np.ascontiguousarray(blocks[:, at : at + 2]).view(np.uint16)
+        total += int((bits & 0x7C00 == 0x7C00).sum())
+    return total
+
+
+def _tied_note(checkpoint: Checkpoint, head: str, embedding: str) -> str:
+    """Say whether a head that the config ties to the embedding repeats it or differs."""
+    if embedding in checkpoint.tensors:
+        a, b = checkpoint.read(head), checkpoint.read(embedding)
+        if a.quant == b.quant and a.shape == b.shape and a.data.tobytes() == b.data.tobytes():
+            return f"{head} repeats the tied {embedding}: one copy is used"
+    return f"{head} differs from {embedding}, to which the config ties it: the embedding is used"
+
+
+def _some(names: list[str]) -> str:
+    noun = "tensor" if len(names) == 1 else "tensors"
+    return f"{len(names)} {noun} ({_first(names)})"
+
+
+def _first(items: list[str], limit: int = 3) -> str:
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"
