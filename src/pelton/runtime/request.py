@@ -39,12 +39,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[str, ...] = ()
     """Texts that end the answer; never part of it."""
     stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the answer; the id is part of ``token_ids``, its text not of ``text``."""
     ignore_eos: bool = False
     logit_bias: dict[int, float] = {}
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
-    """Alternatives to report per generated token (0: the chosen one only)."""
+    """Alternatives to report per generated token (0: the chosen one only). Log-probabilities are of
+    the model's own logits, before masks, penalties and temperature."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -87,7 +89,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Once, with the first update, when asked for; None at position 0."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it."""
+    """The stop token id or stop string that ended it; None for an end-of-sequence token."""
     error: str | None = None
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache (first update)."""
@@ -96,19 +98,28 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One answer as a front end reports it; grows while streaming."""
+    """One answer as a front end reports it. Each update makes a new one; ``text``, ``token_ids`` and
+    ``logprobs`` hold everything so far (the lists are shared and grow), the ``new_`` fields and ``delta``
+    what the update added. ``delta`` may lag behind the tokens: characters and possible stop strings are
+    held back until they are certain."""
 
     index: int
     text: str = ""
+    delta: str = ""
     token_ids: list[int] = []
+    new_token_ids: tuple[int, ...] = ()
     logprobs: list[TokenLogprobs] | None = None
+    new_logprobs: tuple[TokenLogprobs, ...] = ()
     cumulative_logprob: float | None = None
+    """Sum over the answer's tokens, where ``logprobs`` were asked for."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
+    """One sentence, with finish_reason "error"."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """All answers to one prompt. ``delta`` is what the last update added to ``outputs[i].text``."""
+    """All answers to one prompt, as of one update."""
 
     request_id: str
     prompt: str | None
@@ -117,3 +128,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
+    queue_time: float = 0.0
+    """Seconds before the first answer's first step."""

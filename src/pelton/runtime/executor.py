@@ -1,0 +1,352 @@
+"""The executor: in-flight batching around a session.
+
+``add`` and ``abort`` may come at any time between steps; each ``step`` schedules, runs the session,
+samples, commits and returns what it added to which request. It knows tokens only: text belongs to
+the front ends. One thread drives it; ``stats`` may be read from another.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from pelton.engine.batch import Float32, ModelSession
+from pelton.errors import NotReadyError, QueueFullError, RequestError
+from pelton.runtime.config import ExecutorConfig
+from pelton.runtime.input_batch import InputBatchBuilder
+from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
+from pelton.runtime.prefix_cache import PrefixKeys, root_key
+from pelton.runtime.request import FinishReason, Request, RequestUpdate, TokenLogprobs
+from pelton.runtime.sampler import Sampled, logits_processor, not_finite, sample, token_logprobs
+from pelton.runtime.scheduler import ScheduledSequence, Scheduler
+from pelton.runtime.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class KVGroupStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One KV group's blocks: used by sequences, holding a findable prefix, and all."""
+
+    window: int
+    used_blocks: int
+    cached_blocks: int
+    total_blocks: int
+
+
+class ExecutorStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges now and counters since the start."""
+
+    running: int
+    waiting: int
+    kv_groups: tuple[KVGroupStats, ...]
+    steps: int
+    prompt_tokens: int
+    """Prompt tokens of all requests admitted."""
+    prefix_hit_tokens: int
+    """Of those, found in the prefix cache."""
+    computed_tokens: int
+    """Tokens that went through the model, recomputed ones too."""
+    generated_tokens: int
+    preemptions: int
+    finished: dict[str, int]
+    """Requests ended, by finish reason."""
+    last_progress_time: float
+    """``time.monotonic()`` of the last step that computed something, or of the last idle moment."""
+    stuck: bool
+    """There is work, and no progress for ``watchdog_seconds``."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of blocks in use, of the fullest group: 0 to 1."""
+        return max(group.used_blocks / group.total_blocks for group in self.kv_groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a step computed for one sequence; nothing is committed yet."""
+
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    sampled: Sampled | None
+    error: str | None
+
+
+class Executor:
+    """Drives ``session`` (not closed with it) with any number of requests in flight."""
+
+    def __init__(self, session: ModelSession, config: ExecutorConfig | None = None) -> None:
+        self.session = session
+        self.config = (config or ExecutorConfig()).resolve(session)
+        build, model = session.config.build, session.config.model
+        assert build.block_size and build.max_seq_len
+        assert self.config.max_num_seqs and self.config.max_num_batched_tokens and self.config.max_logits_rows
+        self._max_seq_len = build.max_seq_len
+        self.kv = KVCacheManager(
+            model.kv_groups,
+            session.num_blocks,
+            block_size=build.block_size,
+            max_seq_len=build.max_seq_len,
+            poison=getattr(session, "poison_blocks", None),
+        )
+        self.scheduler = Scheduler(
+            self.kv,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_logits_rows=self.config.max_logits_rows,
+            on_admission=self._admitted,
+        )
+        self._batches = InputBatchBuilder(
+            num_groups=len(model.kv_groups),
+            block_size=build.block_size,
+            num_columns=self.kv.num_columns,
+            max_num_seqs=self.config.max_num_seqs,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._ended: list[RequestUpdate] = []
+        self._closed = False
+        self._arrivals = self._steps = 0
+        self._prompt_tokens = self._prefix_hit_tokens = 0
+        self._computed_tokens = self._generated_tokens = 0
+        self._finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self._last_progress = time.monotonic()
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Most tokens (prompt and answer) of one request: the engine's max_seq_len, or what its KV
+        cache holds where that is less. The last token of an answer needs no place in the cache."""
+        return min(self._max_seq_len, self.kv.max_tokens() + 1)
+
+    @property
+    def has_work(self) -> bool:
+        """True while ``step`` has something to compute or to report."""
+        return bool(self._sequences or self._ended)
+
+    def add(self, request: Request) -> None:
+        """Queue a validated request (``runtime.validation``).
+
+        Raises ``QueueFullError`` when ``max_waiting`` requests wait, ``RequestError`` for one that can
+        never fit or whose id is in flight, ``NotReadyError`` after ``close``.
+        """
+        if self._closed:
+            raise NotReadyError("the executor is closed")
+        if len(self.scheduler.waiting) >= self.config.max_waiting:
+            raise QueueFullError(f"{self.config.max_waiting} requests are waiting already; try again later")
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        num_prompt, limit = len(request.prompt_token_ids), self.max_request_tokens
+        if not num_prompt:
+            raise RequestError("the prompt is empty", param="prompt")
+        max_tokens = request.sampling.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, limit - num_prompt)
+        if num_prompt + max_tokens > limit:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, but a request may have "
+                f"{limit} tokens in all",
+                param="max_tokens",
+            )
+        if not self.has_work:
+            self._last_progress = time.monotonic()
+        sequence = Sequence(
+            request,
+            max_tokens=max_tokens,
+            eos_token_ids=self.session.config.model.eos_token_ids,
+            arrival_index=self._arrivals,
+            kv=self.kv.new_sequence(),
+            keys=self._prefix_keys(request.cache_salt),
+        )
+        self._arrivals += 1
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def _prefix_keys(self, cache_salt: str) -> PrefixKeys | None:
+        if not self.config.enable_prefix_caching:
+            return None
+        engine_id = str(getattr(self.session, "engine_id", self.session.config.model.name))
+        root = root_key(engine_id, int(getattr(self.session, "weight_epoch", 0)), cache_salt)
+        return PrefixKeys(root, self.kv.block_size)
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever state and free its blocks at once; unknown ids (it may just have
+        finished) are ignored. The next step reports it with finish_reason "abort"."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._ended.append(self._end(sequence, "abort"))
+
+    def step(self) -> list[RequestUpdate]:
+        """Run one step; the updates of the requests that got tokens or ended."""
+        updates, self._ended = self._ended, []
+        output = self.scheduler.schedule()
+        if output.scheduled:
+            self._steps += 1
+            updates += self._run(output.scheduled)
+            self._last_progress = time.monotonic()
+        return updates
+
+    def _run(self, scheduled: Seq[ScheduledSequence], retried: bool = False) -> list[RequestUpdate]:
+        """Compute and commit. When the computation raises, each member is tried once more alone, and
+        those that fail again end with an error: nothing of a failed run was committed, and what it
+        may have written lies in its own members' blocks."""
+        try:
+            results = self._compute(scheduled)
+        except Exception as error:
+            if retried:
+                logger.exception("request %s failed again alone", scheduled[0].sequence.request_id)
+                message = f"the engine failed on this request: {type(error).__name__}: {error}"
+                return [self._end(scheduled[0].sequence, "error", error=message)]
+            logger.warning("a step of %d requests failed (%s); retrying each alone", len(scheduled), error)
+            return [update for one in scheduled for update in self._run((one,), retried=True)]
+        updates = [self._commit(s, r) for s, r in zip(scheduled, results, strict=True)]
+        return [update for update in updates if update is not None]
+
+    def _compute(self, scheduled: Seq[ScheduledSequence]) -> list[_Result]:
+        """Run the session and sample. Changes no sequence."""
+        logits_NV = self.session.run(self._batches.build(scheduled)).logits_NV
+        ends, row = [], 0
+        for s in scheduled:
+            row += s.num_rows
+            ends.append(row)
+        sampling = [(end - 1, s.sequence) for end, s in zip(ends, scheduled, strict=True) if s.samples]
+        sampled: dict[int, Sampled] = {}
+        if sampling:
+            rows = [i for i, _ in sampling]
+            logits_SV = logits_NV if len(rows) == len(logits_NV) else logits_NV[rows]
+            sampled = dict(zip(rows, sample(logits_SV, [q for _, q in sampling]), strict=True))
+        results = []
+        for end, s in zip(ends, scheduled, strict=True):
+            prompt: list[TokenLogprobs] = []
+            error: str | None = None
+            if s.last_prompt_row > s.first_prompt_row:
+                prompt, error = _score_prompt(s, logits_NV[end - s.num_rows : end - s.samples])
+            results.append(_Result(tuple(prompt), sampled[end - 1] if s.samples else None, error))
+        return results
+
+    def _commit(self, s: ScheduledSequence, result: _Result) -> RequestUpdate | None:
+        """Make a step's result part of its sequence; the update for the front end, if any."""
+        sequence, sampled = s.sequence, result.sampled
+        error = result.error or (sampled.error if sampled is not None else None)
+        if error is not None:
+            return self._end(sequence, "error", error=error)
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs += result.prompt_logprobs
+        self.scheduler.commit(sequence, s.num_computed + s.num_new)
+        self._computed_tokens += s.num_new
+        if sampled is None:
+            return None
+        sequence.append(sampled.token)
+        logits_processor(sequence).add(sampled.token)
+        self._generated_tokens += 1
+        reason, stop = _finish_reason(sequence, sampled.token)
+        if reason is None:
+            return self._update(sequence, sampled)
+        return self._end(sequence, reason, sampled=sampled, stop=stop)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        sampled: Sampled | None = None,
+        stop: int | None = None,
+        error: str | None = None,
+    ) -> RequestUpdate:
+        del self._sequences[sequence.request_id]
+        self.scheduler.remove(sequence)
+        self._finished[reason] += 1
+        return self._update(sequence, sampled, reason, stop, error)
+
+    def _update(
+        self,
+        sequence: Sequence,
+        sampled: Sampled | None,
+        reason: FinishReason | None = None,
+        stop: int | None = None,
+        error: str | None = None,
+    ) -> RequestUpdate:
+        first = sequence.num_output_tokens == 1 and sampled is not None
+        return RequestUpdate(
+            request_id=sequence.request_id,
+            new_token_ids=(sampled.token,) if sampled is not None else (),
+            logprobs=(sampled.logprobs,) if sampled is not None and sampled.logprobs is not None else (),
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if first and sequence.prompt_logprobs else None,
+            finish_reason=reason,
+            stop_reason=stop,
+            error=error,
+            num_cached_tokens=sequence.num_cached_tokens if first else 0,
+            queue_time=max(0.0, sequence.queue_time) if first else 0.0,
+        )
+
+    def _admitted(self, sequence: Sequence, hit: PrefixHit) -> None:
+        if sequence.queue_time >= 0:
+            return  # it was preempted and is back
+        sequence.queue_time = max(0.0, time.monotonic() - sequence.request.arrival_time)
+        sequence.num_cached_tokens = sequence.num_computed
+        self._prompt_tokens += sequence.num_prompt_tokens
+        self._prefix_hit_tokens += sequence.num_computed
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes, as after new weights. Requests in flight keep their own blocks."""
+        self.kv.reset_prefix_cache()
+
+    def stats(self) -> ExecutorStats:
+        """A snapshot; cheap."""
+        if not self.has_work:
+            self._last_progress = time.monotonic()
+        idle = time.monotonic() - self._last_progress
+        return ExecutorStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_groups=tuple(
+                KVGroupStats(
+                    window=window,
+                    used_blocks=pool.num_used,
+                    cached_blocks=pool.num_cached,
+                    total_blocks=pool.num_blocks,
+                )
+                for window, pool in zip(self.kv.windows, self.kv.pools, strict=True)
+            ),
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            computed_tokens=self._computed_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self.scheduler.num_preemptions,
+            finished=dict(self._finished),
+            last_progress_time=self._last_progress,
+            stuck=self.has_work and idle > self.config.watchdog_seconds,
+        )
+
+    def close(self) -> None:
+        """Abort everything in flight; idempotent. The session stays open."""
+        self._closed = True
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+
+
+def _score_prompt(s: ScheduledSequence, logits_NV: Float32) -> tuple[list[TokenLogprobs], str | None]:
+    """Log-probabilities of the prompt tokens that the chunk's prompt rows predict, or an error."""
+    wanted = s.sequence.request.sampling.prompt_logprobs
+    assert wanted is not None
+    finite_N = np.isfinite(logits_NV.max(axis=1))  # max takes a NaN for the largest value
+    if not finite_N.all():
+        return [], not_finite(s.first_prompt_row + int(finite_N.argmin()))
+    targets = s.sequence.tokens[s.first_prompt_row + 1 : s.last_prompt_row + 1].tolist()
+    return token_logprobs(logits_NV, targets, [wanted] * len(targets)), None
+
+
+def _finish_reason(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
+    """Why ``token`` ends the answer, and which stop token did; as in vLLM an end-of-sequence token is
+    not named."""
+    params = sequence.request.sampling
+    if sequence.num_output_tokens >= params.min_tokens:
+        if token in sequence.eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if token in params.stop_token_ids:
+            return "stop", token
+    if sequence.num_output_tokens >= sequence.max_tokens:
+        return "length", None
+    return None, None

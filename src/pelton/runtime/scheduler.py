@@ -1,0 +1,209 @@
+"""The scheduler: which tokens of which sequences the next step computes."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
+from pelton.runtime.sequence import Sequence
+
+# The algorithm. There is no prefill and no decode phase: each sequence has num_tokens tokens, of
+# which num_computed have their KV in the cache, and a step lets sequences catch up.
+#
+# 1. All sequences, running and waiting, have one total order: priority, then arrival. A step walks
+#    it from the front and gives each sequence min(what it lacks, what is left of the token budget):
+#    one token to a decoding sequence, a chunk to one whose prompt is long.
+# 2. A running sequence that needs a block when none is free preempts the *last* running sequence.
+#    That one is behind it, so it is not part of this step yet; its blocks are freed, it waits again
+#    at its old place in the order, and its tokens (prompt and answer) are computed again later. What
+#    it had computed usually still lies in the prefix cache. A sequence with nobody behind it keeps its
+#    blocks and sits the step out, or takes a smaller chunk.
+# 3. A waiting sequence is admitted when a seat (max_num_seqs) is free and its present tokens fit in
+#    the free blocks; for this it preempts only sequences of strictly worse priority. If the first
+#    waiting sequence cannot be admitted, none behind it is: small requests never overtake.
+#    Nor is it admitted while the step computes the very block of prefix that it lacks: one step later
+#    it finds that block in the cache (n answers to one prompt compute the prompt once).
+# 4. Rows of logits are limited too (the engine sizes their buffer): one is kept for each running
+#    sequence, and chunks of prompts whose log-probabilities are wanted share the rest.
+#
+# Nothing starves: the first sequence in the order advances in every step (it can preempt all others,
+# and ``add`` refuses what does not fit alone), and a sequence's place is never given away.
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """``num_new`` tokens of ``sequence`` from ``num_computed`` on, and rows of logits wanted of them."""
+
+    sequence: Sequence
+    num_computed: int
+    num_new: int
+    first_prompt_row: int
+    """Positions ``first_prompt_row`` .. ``last_prompt_row`` - 1 are scored for prompt log-probabilities."""
+    last_prompt_row: int
+    samples: bool
+    """The chunk reaches the sequence's end: its last row gives the next token."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.last_prompt_row - self.first_prompt_row + self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    num_tokens: int
+    preempted: tuple[str, ...]
+    """Ids of requests that lost their blocks."""
+
+
+class Scheduler:
+    """Owns the order of sequences and, through ``kv``, their blocks."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_logits_rows: int,
+        on_admission: Callable[[Sequence, PrefixHit], None] = lambda sequence, hit: None,
+    ) -> None:
+        assert max_logits_rows >= max_num_seqs
+        self.kv = kv
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_logits_rows = max_logits_rows
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.num_preemptions = 0
+        self._on_admission = on_admission
+        self._preempted: list[str] = []
+        self._keys_in_step: set[bytes] = set()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence in whatever state and give its blocks back."""
+        for queue in (self.running, self.waiting):
+            i = bisect.bisect_left(queue, sequence.order, key=_order)
+            if i < len(queue) and queue[i] is sequence:
+                del queue[i]
+                break
+        self.kv.free(sequence.kv)
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide one step and allocate its blocks."""
+        self._preempted = []
+        self._keys_in_step = set()
+        scheduled: list[ScheduledSequence] = []
+        budget, rows, i, admitting = self.max_num_batched_tokens, self.max_logits_rows, 0, True
+        while budget > 0:
+            runner = self.running[i] if i < len(self.running) else None
+            waiter = self.waiting[0] if self.waiting and admitting else None
+            if waiter is not None and (runner is None or waiter.order < runner.order):
+                if not self._admit(waiter, i, rows):
+                    admitting = False
+                    continue
+                runner = waiter
+            if runner is None:
+                break
+            chunk = self._chunk(runner, i, budget, rows)
+            if chunk is not None:
+                scheduled.append(chunk)
+                self._note_keys(chunk)
+                budget -= chunk.num_new
+                rows -= chunk.num_rows
+            if chunk is None or self._preempted:
+                admitting = False  # blocks are short: whoever is admitted now would be preempted next
+            i += 1
+        num_tokens = self.max_num_batched_tokens - budget
+        return SchedulerOutput(tuple(scheduled), num_tokens, tuple(self._preempted))
+
+    def _chunk(self, sequence: Sequence, i: int, budget: int, rows: int) -> ScheduledSequence | None:
+        """Allocate and describe the chunk of ``self.running[i]``; None when it must sit the step out."""
+        start = sequence.num_computed
+        num_new = min(sequence.num_tokens - start, budget)
+        first_row = last_row = 0
+        if sequence.prompt_rows_wanted:
+            assert sequence.prompt_logprobs is not None
+            first_row = max(start, len(sequence.prompt_logprobs) - 1)
+            spare_rows = rows - (len(self.running) - i - 1)
+            num_new = min(num_new, first_row - start + max(1, spare_rows))
+        while not self.kv.allocate(sequence.kv, start + num_new):
+            if i + 1 < len(self.running):
+                self._preempt(self.running[-1])
+            elif num_new > 1:
+                num_new //= 2
+            else:
+                return None
+        end = start + num_new
+        if sequence.prompt_rows_wanted:
+            last_row = max(first_row, min(end, sequence.prompt_rows_wanted))
+        return ScheduledSequence(sequence, start, num_new, first_row, last_row, end == sequence.num_tokens)
+
+    def _admit(self, sequence: Sequence, i: int, rows: int) -> bool:
+        """Move ``self.waiting[0]`` to ``self.running[i]`` if it may run now."""
+        if rows <= len(self.running) - i:
+            return False
+        keys = sequence.keys
+        # The row that scores a cached prompt token is not computed, so prompt_logprobs bypass hits.
+        if keys is None or sequence.prompt_rows_wanted:
+            hit = self.kv.no_hit
+        else:
+            full = sequence.num_tokens // self.kv.block_size
+            full_keys = keys.upto(sequence.tokens, full)[:full]
+            hit = self.kv.find_prefix(full_keys, sequence.num_tokens)
+            missing = hit.num_tokens // self.kv.block_size
+            if missing < full and full_keys[missing] in self._keys_in_step:
+                return False
+        while len(self.running) >= self.max_num_seqs or not self.kv.fits(hit, sequence.num_tokens):
+            victim = self.running[-1] if i < len(self.running) else None
+            if victim is None or victim.request.priority <= sequence.request.priority:
+                return False
+            self._preempt(victim)
+        assert self.waiting[0] is sequence
+        del self.waiting[0]
+        self.running.insert(i, sequence)
+        self.kv.adopt(sequence.kv, hit)
+        sequence.num_computed = min(hit.num_tokens, sequence.num_tokens - 1)
+        self._on_admission(sequence, hit)
+        return True
+
+    def _note_keys(self, chunk: ScheduledSequence) -> None:
+        """Remember which blocks of prefix the step fills."""
+        keys, size = chunk.sequence.keys, self.kv.block_size
+        first, last = chunk.num_computed // size, (chunk.num_computed + chunk.num_new) // size
+        if keys is not None and last > first:
+            self._keys_in_step.update(keys.upto(chunk.sequence.tokens, last)[first:last])
+
+    def _preempt(self, victim: Sequence) -> None:
+        assert self.running[-1] is victim
+        self.running.pop()
+        self.kv.free(victim.kv)
+        victim.num_computed = 0
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self._preempted.append(victim.request_id)
+        self.add(victim)
+
+    def commit(self, sequence: Sequence, num_computed: int) -> None:
+        """A step has computed the KV of the first ``num_computed`` tokens."""
+        sequence.num_computed = num_computed
+        if sequence.keys is not None:
+            full = num_computed // self.kv.block_size
+            if full > sequence.kv.num_indexed_blocks:
+                self.kv.index(sequence.kv, sequence.keys.upto(sequence.tokens, full), num_computed)
+        self.kv.release_slid(sequence.kv, num_computed)
+
+
+def _order(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.order

@@ -1,0 +1,95 @@
+"""Sequence: a request's state inside the executor."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pelton.runtime.kv_cache import SequenceKV
+from pelton.runtime.prefix_cache import PrefixKeys
+from pelton.runtime.request import Request, TokenLogprobs
+
+
+class Sequence:
+    """The tokens of one request and how far they are computed.
+
+    ``num_computed`` tokens have their KV in the cache. While it is below ``num_tokens`` there is work;
+    when a step brings it up to ``num_tokens``, that step's last row of logits gives the next token.
+    """
+
+    __slots__ = (
+        "eos_token_ids",
+        "keys",
+        "kv",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed",
+        "num_preemptions",
+        "num_tokens",
+        "order",
+        "processor",
+        "prompt_logprobs",
+        "prompt_logprobs_sent",
+        "queue_time",
+        "request",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        max_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        arrival_index: int,
+        kv: SequenceKV,
+        keys: PrefixKeys | None,
+    ) -> None:
+        prompt = request.prompt_token_ids
+        self.request = request
+        self.max_tokens = max_tokens
+        self.eos_token_ids = eos_token_ids
+        self.order = (request.priority, request.arrival_time, arrival_index)
+        """Priority, then arrival: smaller runs first. Unique, and kept through preemption."""
+        self.tokens: npt.NDArray[np.int32] = np.empty(len(prompt) + max_tokens, np.int32)
+        self.tokens[: len(prompt)] = prompt
+        self.num_tokens = len(prompt)
+        self.num_computed = 0
+        self.kv = kv
+        self.keys = keys
+        """None: this request neither reads the prefix cache nor adds to it."""
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache at the first admission."""
+        self.num_preemptions = 0
+        self.queue_time = -1.0
+        """Seconds from arrival to the first step; negative before."""
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            [None] if request.sampling.prompt_logprobs is not None else None
+        )
+        self.prompt_logprobs_sent = False
+        self.processor: object | None = None
+        """Its ``runtime.logits.LogitsProcessor``, once made."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - len(self.request.prompt_token_ids)
+
+    @property
+    def prompt_rows_wanted(self) -> int:
+        """Leading positions whose logits the prompt's log-probabilities need and do not have yet end
+        here (0: none wanted). The row of position p scores the token at p + 1."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt_tokens:
+            return 0
+        return self.num_prompt_tokens - 1
+
+    def append(self, token: int) -> None:
+        self.tokens[self.num_tokens] = token
+        self.num_tokens += 1
