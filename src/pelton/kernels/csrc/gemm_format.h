@@ -1,0 +1,47 @@
+// The x16 layout's bytes (kernels/layouts.py describes them), as compile-time facts of each type.
+#pragma once
+#include <stdint.h>
+
+#include "kernel_util.h"
+
+namespace {
+
+constexpr int kPanelRows = 16;
+
+// A type's quants are unsigned bytes below 2^kBits once unpacked (kBits 8: signed bytes), with kHalves scales
+// per 32 columns. A value is d * u + m, where m is there when kMin.
+struct Q4_0 {
+  static constexpr int kBits = 4, kHalves = 1, kBlock = 32, kScaleBytes = 32, kQuantBytes = 256;
+  static constexpr bool kMin = true;
+};
+struct Q4_1 {
+  static constexpr int kBits = 4, kHalves = 1, kBlock = 32, kScaleBytes = 64, kQuantBytes = 256;
+  static constexpr bool kMin = true;
+};
+struct Q5_0 {
+  static constexpr int kBits = 5, kHalves = 1, kBlock = 32, kScaleBytes = 32, kQuantBytes = 320;
+  static constexpr bool kMin = true;
+};
+struct Q8_0 {
+  static constexpr int kBits = 8, kHalves = 1, kBlock = 32, kScaleBytes = 32, kQuantBytes = 512;
+  static constexpr bool kMin = false;
+};
+struct Q4_K {
+  static constexpr int kBits = 4, kHalves = 1, kBlock = 256, kScaleBytes = 320, kQuantBytes = 256;
+  static constexpr bool kMin = true;
+};
+struct Q6_K {
+  static constexpr int kBits = 6, kHalves = 2, kBlock = 256, kScaleBytes = 288, kQuantBytes = 384;
+  static constexpr bool kMin = true;
+};
+
+template <class Q>
+inline int64_t scale_area(int64_t k) {
+  return (k / Q::kBlock * Q::kScaleBytes + 63) / 64 * 64;
+}
+template <class Q>
+inline int64_t panel_bytes(int64_t k) {
+  return scale_area<Q>(k) + k / 32 * Q::kQuantBytes;
+}
+
+}  // namespace

@@ -1,0 +1,1 @@
+"""Tactics of ``linear``: products with dense and block-quantised weights."""
