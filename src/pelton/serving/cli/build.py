@@ -1,0 +1,64 @@
+"""``pelton build``: a checkpoint into an engine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from pelton.engine.config import BuildConfig
+from pelton.errors import ConfigError
+from pelton.serving.cli.options import build_options
+from pelton.serving.cli.progress import build_progress, notify
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  pelton build ./SmolLM2-135M-Instruct -o smollm2.engine
+  pelton build model.gguf -o model.engine --max-batch-size 16 --max-seq-len 4096
+  pelton inspect model.engine
+
+A setting that is left out is chosen for the model and this machine; every choice is printed. The
+engine is written next to its place and renamed at the end, so it is never half there."""
+)
+@click.argument("checkpoint")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Engine directory to make. Default: the checkpoint's name with .engine, here.",
+)
+@click.option("--force", is_flag=True, help="Replace OUTPUT when it is there.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@build_options
+def build(checkpoint: str, output: Path | None, force: bool, quiet: bool, config: BuildConfig) -> None:
+    """Compile CHECKPOINT (a Hugging Face folder, GGUF file or hub id) into an engine."""
+    from pelton.serving.engine_cache import build_engine, classify, download
+
+    kind = classify(checkpoint)
+    if kind == "engine":
+        raise ConfigError(f"{checkpoint} is an engine already; run it with: pelton run {checkpoint}")
+    name = Path(checkpoint).resolve().name if kind != "hub" else checkpoint.rpartition("/")[2]
+    target = output or Path(name.removesuffix(".gguf") + ".engine")
+    if target.exists():
+        if not force:
+            raise ConfigError(f"{target} exists already; choose another -o, or replace it with --force.")
+        if not (target / "manifest.json").is_file():
+            raise ConfigError(f"{target} exists and is not an engine, so --force does not replace it.")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {target.absolute().parent} to put {target.name} in.")
+    folder = download(checkpoint, notify) if kind == "hub" else Path(checkpoint).expanduser()
+    with build_progress(quiet) as progress:
+        if target.exists():
+            # The old engine stays until the new one is complete.
+            fresh = target.with_name(target.name + ".new")
+            shutil.rmtree(fresh, ignore_errors=True)
+            build_engine(folder, config, fresh, progress=progress)
+            shutil.rmtree(target)
+            fresh.rename(target)
+        else:
+            build_engine(folder, config, target, progress=progress)
+    if not quiet:
+        click.echo(str(target))

@@ -1,0 +1,107 @@
+"""``pelton doctor`` and ``pelton version``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+
+import click
+
+import pelton
+
+#: (import name, what it is for, how to get it)
+_OPTIONAL = (
+    ("torch", "building engines", "pelton[build]"),
+    ("safetensors", "building from Hugging Face folders", "pelton[build]"),
+    ("gguf", "building from GGUF files", "pelton[build]"),
+    ("rich", "progress bars", "pelton[build]"),
+    ("fastapi", "pelton serve", "pelton[serve]"),
+    ("uvicorn", "pelton serve", "pelton[serve]"),
+    ("zmq", "pelton serve", "pelton[serve]"),
+    ("prometheus_client", "pelton serve", "pelton[serve]"),
+    ("huggingface_hub", "models by hub id", "pelton[hub]"),
+)
+
+
+@click.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"pelton {pelton.__version__}")
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  pelton doctor
+  pelton doctor --json
+
+Exits with 1 when engines cannot run here."""
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(as_json: bool) -> None:
+    """Check this installation and this machine: native library, extras, cores, memory, cache."""
+    report = _examine()
+    if as_json:
+        import msgspec
+
+        click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        for name, value in report["facts"].items():
+            click.echo(f"{name:<16}{value}")
+        for part in report["optional"]:
+            state = "yes" if part["installed"] else f"no: pip install '{part['extra']}'"
+            click.echo(f"{part['name']:<18}{state:<38}{part['for']}")
+        for problem in report["problems"]:
+            click.echo(f"problem: {problem}")
+        if not report["problems"]:
+            click.echo("Engines run here.")
+    if report["problems"]:
+        sys.exit(1)
+
+
+def _examine() -> dict[str, object]:  # what --json prints
+    from pelton.engine.resources import available_memory, cores, human_bytes
+    from pelton.serving.engine_cache import cache_dir
+
+    problems: list[str] = []
+    facts: dict[str, str] = {
+        "pelton": pelton.__version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "machine": f"{platform.machine()}, {cores()} cores, {human_bytes(available_memory())} free",
+        "native library": _native(problems),
+        "cache": f"{cache_dir()} ({_cache_state()})",
+    }
+    optional = [
+        {
+            "name": name,
+            "installed": importlib.util.find_spec(name) is not None,
+            "for": purpose,
+            "extra": extra,
+        }
+        for name, purpose, extra in _OPTIONAL
+    ]
+    return {"facts": facts, "optional": optional, "problems": problems}
+
+
+def _native(problems: list[str]) -> str:
+    try:
+        from pelton.kernels import native
+
+        library = native.load()
+        return str(library)
+    except Exception as error:
+        if importlib.util.find_spec("torch") is None:
+            problems.append(f"the native library does not load and torch is not installed: {error}")
+        return f"missing: engines run on the slow PyTorch path ({error})"
+
+
+def _cache_state() -> str:
+    from pelton.serving.engine_cache import cache_dir
+
+    engines = cache_dir() / "engines"
+    if not engines.is_dir():
+        return "empty"
+    found = [entry for entry in os.scandir(engines) if entry.name.endswith(".engine")]
+    return f"{len(found)} engines"

@@ -1,0 +1,157 @@
+"""The ``pelton`` command: lazy subcommands, and one place where errors become sentences.
+
+Start-up time is a feature (``pelton run ENGINE`` answers in well under a second), so this file and
+``options.py`` may import click, msgspec and the standard library only; each subcommand's module is
+imported when it is called, not when ``--help`` lists it.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+import pelton
+from pelton.errors import PeltonError
+
+#: name -> (module, one line for ``pelton --help``), in the order of the help page.
+COMMANDS = {
+    "run": ("pelton.serving.cli.run", "Answer one prompt and exit."),
+    "chat": ("pelton.serving.cli.chat", "Talk with a model in the terminal."),
+    "serve": ("pelton.serving.cli.serve", "Serve a model to OpenAI clients over HTTP."),
+    "build": ("pelton.serving.cli.build", "Compile a checkpoint into an engine."),
+    "inspect": ("pelton.serving.cli.inspect", "Show what is in an engine."),
+    "bench": ("pelton.serving.cli.bench", "Measure decode, prefill and start-up of a model."),
+    "doctor": ("pelton.serving.cli.doctor", "Check this installation and this machine."),
+    "version": ("pelton.serving.cli.doctor", "Print the version."),
+}
+
+EPILOG = """\b
+The first minute:
+  pelton run model.gguf "Why is the sky blue?"    builds what is missing, keeps it, streams
+  pelton chat ./SmolLM2-135M-Instruct             the same model, as a conversation
+  pelton serve model.gguf --port 8000             then: curl localhost:8000/v1/models
+  pelton build model.gguf -o model.engine         an engine to keep, copy and deploy
+
+MODEL is an engine directory, a Hugging Face folder, a GGUF file or a hub id (org/name). Anything but
+an engine is built once and kept in the cache ($PELTON_CACHE, by default the user's cache folder).
+
+Exit codes: 0 done, 1 failed, 2 the command or its input is wrong, 130 interrupted."""
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}."
+            raise click.UsageError(f"there is no command {args[0]!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_paragraph()
+        for line in EPILOG.removeprefix("\b\n").splitlines():
+            formatter.write(f"{line}\n")
+
+
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Pelton builds a language model into an engine once, and serves it at once.",
+)
+@click.version_option(pelton.__version__, "-V", "--version", message="pelton %(version)s")
+def cli() -> None:
+    pass
+
+
+def _say(message: str) -> None:
+    """One sentence on stderr; continuation lines are indented under the first."""
+    text = message.strip().replace("\n", "\n        ")
+    try:
+        print(f"pelton: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass  # stderr is closed: the exit code still tells
+
+
+def _broken_pipe() -> int:
+    """The reader of our output went away (``pelton run ... | head -1``): leave as ``cat`` would."""
+    # Python flushes stdout once more at exit, which would fail again, so give it somewhere to go.
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(devnull, sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass
+    return 128 + 13
+
+
+def run_command(args: Sequence[str]) -> int:
+    """Run one command line and return its exit code; never raises for a user's mistake."""
+    try:
+        try:
+            result = cli.main(args=list(args), prog_name="pelton", standalone_mode=False)
+            sys.stdout.flush()
+            return result if isinstance(result, int) else 0
+        except click.exceptions.NoArgsIsHelpError as error:
+            print(error.format_message(), flush=True)
+            return 0
+        except click.ClickException as error:
+            context = getattr(error, "ctx", None)
+            hint = f"\nTry: {context.command_path} --help" if context else ""
+            _say(error.format_message() + hint)
+            return 2
+        except (click.Abort, KeyboardInterrupt):
+            return 130
+        except BrokenPipeError:
+            return _broken_pipe()
+        except PeltonError as error:
+            _say(str(error))
+            return error.exit_code
+        except MemoryError:
+            _say("out of memory; a smaller --max-seq-len or --max-batch-size needs less.")
+            return 1
+        except OSError as error:
+            if os.environ.get("PELTON_DEBUG"):
+                raise
+            name = f"{error.filename}: " if error.filename else ""
+            _say(f"{name}{error.strerror or error}")
+            return 2 if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR) else 1
+        except Exception as error:
+            if os.environ.get("PELTON_DEBUG"):
+                raise
+            _say(
+                f"this is a bug in Pelton: {type(error).__name__}: {error}\n"
+                "Run again with PELTON_DEBUG=1 for the traceback, and please report it."
+            )
+            return 1
+    except BrokenPipeError:
+        return _broken_pipe()
+    except KeyboardInterrupt:
+        return 130
+
+
+def main() -> NoReturn:
+    """Entry point of the ``pelton`` command."""
+    code = run_command(sys.argv[1:])
+    sys.exit(code)

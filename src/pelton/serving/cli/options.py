@@ -1,0 +1,149 @@
+"""Flags that several commands share. Every field of ``BuildConfig`` and ``SamplingParams`` is one.
+
+The flags are made from the structs themselves, so that a new field is a flag at once; the tables
+below hold what a struct cannot: help, and the form of values that are not one word.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from pelton.engine.config import BuildConfig
+from pelton.runtime.request import SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+BUILD_HELP = {
+    "max_batch_size": "Sequences in one step. On an engine: may be lowered.",
+    "max_seq_len": "Prompt and answer together, in tokens. On an engine: may be lowered.",
+    "max_num_tokens": "Tokens in one step, all sequences together. On an engine: may be lowered.",
+    "max_input_len": "Longest prompt, in tokens. On an engine: may be lowered.",
+    "block_size": "Tokens in a KV block.",
+    "dtype": "Type of unquantised weights: float32, bfloat16.",
+    "activations": "Input precision of quantised products: float32, int8.",
+    "kv_dtype": "Type of cached keys and values: float32, float16, bfloat16.",
+    "threads": "CPU threads. On an engine: any number.",
+}
+
+SAMPLING_HELP = {
+    "n": "Answers to the prompt.",
+    "temperature": "Randomness; 0 always takes the likeliest token.",
+    "top_k": "Sample among the K likeliest tokens; 0: all.",
+    "top_p": "Sample among the likeliest tokens that hold this probability together.",
+    "min_p": "Drop tokens less likely than this fraction of the likeliest one.",
+    "repetition_penalty": "Divide logits of tokens already in prompt or answer; 1: off.",
+    "presence_penalty": "Subtract from logits of tokens already in the answer.",
+    "frequency_penalty": "The same, times how often they occurred.",
+    "seed": "Same seed, same answer.",
+    "max_tokens": "Longest answer, in tokens. Default: what fits.",
+    "min_tokens": "Shortest answer, in tokens.",
+    "stop": "Text that ends the answer (repeatable).",
+    "stop_token_ids": "Token id that ends the answer (repeatable).",
+    "ignore_eos": "Go on after the model's end token.",
+    "logit_bias": "ID:BIAS added to a token's logit (repeatable).",
+    "bad_words": "Text that must not occur (repeatable).",
+    "allowed_token_ids": "Only these token ids may occur (repeatable).",
+    "logprobs": "Report this many alternatives per token (with --json).",
+    "prompt_logprobs": "The same for the prompt's tokens (with --json).",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "include_stop_str_in_output": "Keep the stop text at the end of the answer.",
+}
+
+
+class _Bias(click.ParamType):
+    name = "id:bias"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        token, _, bias = str(value).partition(":")
+        try:
+            return int(token), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is not TOKEN_ID:BIAS, such as 50256:-100", param, ctx)
+
+
+def _flags(
+    struct: type[msgspec.Struct], help_texts: dict[str, str], skip: tuple[str, ...] = ()
+) -> list[click.Option]:
+    """One option per field of ``struct``; a value of None or () means that it was not given."""
+    hints = typing.get_type_hints(struct)
+    options = []
+    for field in msgspec.structs.fields(struct):
+        if field.name in skip:
+            continue
+        flag = "--" + field.encode_name.replace("_", "-")
+        kind = hints[field.name]
+        if isinstance(kind, types.UnionType):
+            kind = next(k for k in typing.get_args(kind) if k is not type(None))
+        attrs: dict[str, Any] = {"help": help_texts.get(field.name, ""), "default": None}
+        if kind is bool:
+            options.append(click.Option([f"{flag}/--no-{flag[2:]}", field.name], **attrs))
+            continue
+        if typing.get_origin(kind) is tuple:
+            attrs |= {"type": typing.get_args(kind)[0], "multiple": True}
+        elif typing.get_origin(kind) is dict:
+            attrs |= {"type": _Bias(), "multiple": True, "metavar": "ID:BIAS"}
+        else:
+            # Ranges are checked by the one validation that every front end shares.
+            attrs |= {"type": kind, "metavar": {int: "N", float: "X", str: "NAME"}[kind]}
+        options.append(click.Option([flag, field.name], **attrs))
+    return options
+
+
+def _collect(struct: type[msgspec.Struct], names: list[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    hints = typing.get_type_hints(struct)
+    for name in names:
+        value = kwargs.pop(name)
+        if value is None or value == ():
+            continue
+        given[name] = dict(value) if typing.get_origin(hints[name]) is dict else value
+    return given
+
+
+def _with_flags(function: F, options: list[click.Option], argument: str, collect: Callable[..., Any]) -> F:
+    names = [option.name for option in options]
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{argument: collect(names, kwargs)}, **kwargs)
+
+    params = getattr(function, "__click_params__", [])
+    # click keeps decorators' options bottom-up.
+    wrapper.__click_params__ = [*params, *reversed(options)]  # type: ignore[attr-defined]
+    return wrapper  # type: ignore[return-value]
+
+
+def build_options(function: F) -> F:
+    """Add a flag per ``BuildConfig`` field; the command receives ``config: BuildConfig``."""
+    options = _flags(BuildConfig, BUILD_HELP)
+    for option in options:
+        if option.type is click.INT:
+            option.type = click.IntRange(min=1)
+    return _with_flags(
+        function, options, "config", lambda names, kw: BuildConfig(**_collect(BuildConfig, names, kw))
+    )
+
+
+def sampling_options(*skip: str) -> Callable[[F], F]:
+    """Add a flag per ``SamplingParams`` field but ``skip``; the command receives ``sampling``, a dict
+    of the fields that were given (the model's own defaults fill the others)."""
+
+    def decorate(function: F) -> F:
+        options = _flags(SamplingParams, SAMPLING_HELP, skip)
+        return _with_flags(
+            function, options, "sampling", lambda names, kw: _collect(SamplingParams, names, kw)
+        )
+
+    return decorate
+
+
+def model_argument(function: F) -> F:
+    """The MODEL argument: engine directory, checkpoint folder, GGUF file or hub id."""
+    return click.argument("model", metavar="MODEL")(function)

@@ -1,0 +1,108 @@
+"""``pelton run``: one prompt, one answer on standard output."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from pelton.engine.config import BuildConfig
+from pelton.errors import RequestError
+from pelton.serving.cli.options import build_options, model_argument, sampling_options
+from pelton.serving.cli.progress import open_llm
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  pelton run model.engine "Why is the sky blue?"
+  pelton run model.gguf "Name three rivers." --max-tokens 40 --temperature 0
+  cat report.txt | pelton run model.engine - --system "Summarise in one sentence."
+  pelton run model.engine "Once upon a time" --raw --n 3 --seed 1
+  pelton run model.engine "Hello" --json | jq -r '.outputs[0].text'
+
+\b
+The answer goes to standard output as it is made, everything else to standard error. A model that has
+a chat template gets the prompt as a user's message; --raw continues the prompt as plain text instead.
+Sampling flags that are left out take the model's own recommended values."""
+)
+@model_argument
+@click.argument("prompt", required=False)
+@click.option("--system", help="System message before the prompt (needs a chat template).")
+@click.option("--raw", is_flag=True, help="Continue PROMPT as plain text, without the chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming text.")
+@click.option("--stats", is_flag=True, help="Print token counts and times to standard error at the end.")
+@sampling_options()
+@build_options
+def run(
+    model: str,
+    prompt: str | None,
+    system: str | None,
+    raw: bool,
+    as_json: bool,
+    stats: bool,
+    sampling: dict[str, Any],
+    config: BuildConfig,
+) -> None:
+    """Answer PROMPT with MODEL and exit; PROMPT - or none reads standard input."""
+    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        prompt = sys.stdin.read()
+    if prompt is None:
+        raise click.UsageError('give a prompt: pelton run MODEL "..."', click.get_current_context())
+    if raw and system is not None:
+        raise click.UsageError("--system needs the chat template that --raw leaves out",
+                               click.get_current_context())
+    with open_llm(model, config) as llm:
+        chat = not raw and llm.tokenizer.has_chat_template
+        if system is not None and not chat:
+            raise RequestError(f"{model} has no chat template, so --system has no place to go; put it in PROMPT.")
+        params = llm.sampling_params(**sampling)
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": prompt})
+        if as_json:
+            out = (llm.chat(messages, params) if chat else llm.generate(prompt, params))[0]
+            _print_json(llm.model_id, out)
+            return
+        chunks = llm.stream_chat(messages, params) if chat else llm.stream(prompt, params)
+        _print_stream(chunks, params.n, stats)
+
+
+def _print_stream(chunks: Any, n: int, stats: bool) -> None:
+    """Answer 0 as it comes, the others when it is complete."""
+    import time
+
+    start = time.perf_counter()
+    first = last = 0.0
+    tokens = 0
+    others = [""] * n
+    final = None
+    for chunk in chunks:
+        if chunk.token_ids:
+            last = time.perf_counter()
+            first = first or last
+            tokens += len(chunk.token_ids)
+        if chunk.index == 0:
+            sys.stdout.write(chunk.delta)
+            sys.stdout.flush()
+        else:
+            others[chunk.index] += chunk.delta
+        final = chunk
+    sys.stdout.write("\n")
+    for i in range(1, n):
+        sys.stdout.write(f"\n--- answer {i + 1}\n{others[i]}\n")
+    sys.stdout.flush()
+    if stats and final is not None:
+        rate = f", {(tokens - 1) / (last - first):.1f} tokens/s after it" if last > first else ""
+        print(
+            f"pelton: {len(final.output.prompt_token_ids)} prompt tokens, {tokens} generated; "
+            f"first token after {(first - start) * 1e3:.0f} ms{rate}",
+            file=sys.stderr,
+        )
+
+
+def _print_json(model_id: str, out: Any) -> None:
+    import msgspec
+
+    record = {"model": model_id} | msgspec.to_builtins(out)
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(record)).decode() + "\n")

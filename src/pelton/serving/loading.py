@@ -1,0 +1,30 @@
+"""How a front end's settings become an ``ExecutorSpec``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pelton.engine.config import EngineConfig
+from pelton.runtime.config import ExecutorConfig
+from pelton.runtime.executor_spec import ExecutorSpec
+
+
+def executor_spec(
+    engine: Path, config: EngineConfig, threads: int | None, max_waiting: int, session: str | None = None
+) -> ExecutorSpec:
+    """The executor of ``engine`` within the limits of ``config`` (see ``overrides``)."""
+    spec = ExecutorSpec(
+        engine=str(engine.absolute()),
+        threads=threads,
+        executor=ExecutorConfig(
+            max_num_seqs=config.build.max_batch_size,
+            max_num_batched_tokens=config.build.max_num_tokens,
+            # The front end limits what waits; the executor's own limit only must not be lower.
+            max_waiting=max_waiting + (config.build.max_batch_size or 0),
+        ),
+    )
+    if session is None:
+        return spec
+    import msgspec
+
+    return msgspec.structs.replace(spec, session=session)

@@ -1,0 +1,48 @@
+"""Build settings given for an engine that exists: lower a limit, or contradict it (an error).
+
+An engine's memory and plan are made for its limits, so any limit may be lowered when it is run, and
+none raised. What is compiled into it (block size, types) cannot change; naming the value it has is
+fine. ``threads`` belongs to the session and may be anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pelton.engine.config import BuildConfig, EngineConfig
+from pelton.errors import ConfigError
+
+#: Limits that an engine can be run below.
+LOWERABLE = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_input_len")
+
+
+def apply_overrides(config: EngineConfig, given: BuildConfig, engine: Path) -> EngineConfig:
+    """``config`` with the limits of ``given``.
+
+    Raises ``ConfigError`` naming the first setting that contradicts the engine."""
+    changes: dict[str, int] = {}
+    for name in BuildConfig.__struct_fields__:
+        wanted, built = getattr(given, name), getattr(config.build, name)
+        if wanted is None or wanted == built or name == "threads":
+            continue
+        if name not in LOWERABLE:
+            raise ConfigError(
+                f"{engine} was built with {name} {built}, so it cannot run with {wanted}; "
+                f"leave the setting out, or build another engine with {name}={wanted}."
+            )
+        if wanted < 1:
+            raise ConfigError(f"{name} must be 1 or more, not {wanted}.")
+        if wanted > built:
+            raise ConfigError(
+                f"{engine} was built for {name} {built}: it can be run with less, not with {wanted}; "
+                f"build another engine with {name}={wanted}."
+            )
+        changes[name] = wanted
+    if not changes:
+        return config
+    longest = changes.get("max_seq_len", config.build.max_seq_len)
+    if longest is not None and "max_seq_len" in changes and "max_input_len" not in changes:
+        changes["max_input_len"] = min(config.build.max_input_len or longest, longest - 1) or 1
+    return msgspec.structs.replace(config, build=msgspec.structs.replace(config.build, **changes))

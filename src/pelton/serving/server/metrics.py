@@ -1,0 +1,101 @@
+"""``/metrics``: the executor's counters as they are, and latencies as requests see them.
+
+Each app has a registry of its own, so that two servers in one process do not mix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pelton.runtime.executor import ExecutorStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class _ExecutorCollector(Collector):
+    """Reads the counters at scrape time, so that nothing is kept twice."""
+
+    def __init__(self, stats: Callable[[], ExecutorStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        gauges = {
+            "pelton_requests_running": ("Requests in the current steps.", stats.num_running),
+            "pelton_requests_waiting": ("Requests waiting for their first step.", stats.num_waiting),
+            "pelton_kv_usage_ratio": ("Part of the KV cache's blocks in use.", stats.kv_usage),
+        }
+        counters = {
+            "pelton_prompt_tokens": ("Prompt tokens computed or found.", stats.prompt_tokens),
+            "pelton_generated_tokens": ("Tokens generated.", stats.generated_tokens),
+            "pelton_prefix_cache_query_tokens": ("Prompt tokens looked up.", stats.prefix_query_tokens),
+            "pelton_prefix_cache_hit_tokens": ("Prompt tokens found cached.", stats.prefix_hit_tokens),
+            "pelton_preemptions": ("Requests set back to free KV blocks.", stats.preemptions),
+            "pelton_steps": ("Steps run.", stats.steps),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(name, text, value=value)
+
+
+class ServerMetrics:
+    """Observes requests (``serving.async_llm.Observer``) and renders everything."""
+
+    def __init__(self, stats: Callable[[], ExecutorStats]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_ExecutorCollector(stats))
+        self._first = Histogram(
+            "pelton_time_to_first_token_seconds",
+            "From arrival to the first token.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._between = Histogram(
+            "pelton_inter_token_seconds",
+            "Between tokens of an answer.",
+            buckets=_TOKEN_SECONDS,
+            registry=self.registry,
+        )
+        self._queue = Histogram(
+            "pelton_queue_seconds",
+            "From arrival to the first step.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._whole = Histogram(
+            "pelton_e2e_seconds", "From arrival to the end.", buckets=_SECONDS, registry=self.registry
+        )
+        self._finished = Counter(
+            "pelton_requests_finished", "Answers ended, by reason.", ["reason"], registry=self.registry
+        )
+
+    def queued(self, seconds: float) -> None:
+        """A request's first step began after ``seconds``."""
+        self._queue.observe(seconds)
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token came after ``seconds``."""
+        self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """``count`` more tokens came ``seconds`` after the ones before."""
+        for _ in range(count):
+            self._between.observe(seconds / count)
+
+    def finished(self, seconds: float, reason: str) -> None:
+        """A request ended after ``seconds``."""
+        self._whole.observe(seconds)
+        self._finished.labels(reason=reason).inc()
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self.registry)
