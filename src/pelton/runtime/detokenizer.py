@@ -51,6 +51,12 @@ class IncrementalDetokenizer:
         return self._joiner.finish()
 
 
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes that one token stands for by itself (part of a character for some); special tokens are
+    written out, unknown ids stand for nothing. For log-probability listings."""
+    return _vocabulary(tokenizer).bytes_of(token_id)
+
+
 class _Joiner(Protocol):
     def push(self, token: str) -> str: ...
 
@@ -155,6 +161,21 @@ class _Vocabulary:
             self._texts[token_id] = self._backend.id_to_token(token_id)
         token = self._texts[token_id]
         return None if skip_special_tokens and token in self._special else token
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What the token stands for by itself."""
+        token = self.text_of(token_id, skip_special_tokens=False)
+        if token is None:
+            return b""
+        if self._byte_level and token not in self._special:
+            return _token_bytes(token)
+        if self._byte_fallback is not None:
+            byte = _fallback_byte(token)
+            if byte is not None:
+                return bytes((byte,))
+            for old, new in self._byte_fallback[0]:
+                token = token.replace(old, new)
+        return token.encode("utf-8")
 
     def new_joiner(self, at_start: bool) -> _Joiner:
         if self._byte_level:

@@ -60,11 +60,11 @@ class AsyncLLM:
         build = build or BuildConfig()
         resolved = resolve_model(model, build)
         engine = open_engine(resolved.engine)
-        config = apply_overrides(engine.config, build, engine.path) if resolved.given_as_engine else engine.config
-        spec = executor_spec(engine.path, config, threads or build.threads, max_waiting)
-        self._setup(
-            Tokenizer.from_dir(engine.tokenizer_path), config, ThreadClient(spec.open()), max_waiting
+        config = (
+            apply_overrides(engine.config, build, engine.path) if resolved.given_as_engine else engine.config
         )
+        spec = executor_spec(engine.path, config, threads or build.threads, max_waiting)
+        self._setup(Tokenizer.from_dir(engine.tokenizer_path), config, ThreadClient(spec.open()), max_waiting)
 
     @classmethod
     async def start(
@@ -75,7 +75,7 @@ class AsyncLLM:
         max_waiting: int = 256,
         session: str | None = None,
     ) -> AsyncLLM:
-        """Open ``engine`` with its executor in a process of its own. ``session``: ``ExecutorSpec.session``."""
+        """Open ``engine`` with its executor in a process of its own (``session``: see ``ExecutorSpec``)."""
         from pelton.runtime.client_process import ProcessClient
 
         overrides = overrides or BuildConfig()
@@ -290,9 +290,7 @@ class AsyncLLM:
 class ChunkStream:
     """Chunks of one generation. ``aclose`` (or leaving ``async with``) aborts what has not ended."""
 
-    def __init__(
-        self, llm: AsyncLLM, generation: Generation, updates: AsyncIterator[RequestUpdate]
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, generation: Generation, updates: AsyncIterator[RequestUpdate]) -> None:
         self.generation = generation
         self._llm = llm
         self._updates = updates

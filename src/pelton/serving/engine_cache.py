@@ -17,13 +17,16 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 import pelton
 from pelton.engine.config import BuildConfig
 from pelton.errors import CheckpointError, ConfigError, EngineError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from pelton.builder.report import BuildReport
 
 Kind = Literal["engine", "folder", "gguf", "hub"]
 
@@ -188,13 +191,18 @@ def resolve_model(
         if not _usable(target):
             if notify:
                 notify(f"building {target.name} (once; kept in {target.parent})")
-            build_engine(checkpoint, config, target, progress=progress)
+            build_engine(checkpoint, config, target, progress=progress, notify=notify)
     return ResolvedModel(target, given_as_engine=False)
 
 
 def build_engine(
-    checkpoint: Path, config: BuildConfig, output: Path, *, progress: Any = None, force: bool = True
-) -> None:
+    checkpoint: Path,
+    config: BuildConfig,
+    output: Path,
+    *,
+    progress: Any = None,
+    notify: Notify | None = None,
+) -> BuildReport:
     """Build ``checkpoint`` into ``output``; torch is imported here and not before."""
     try:
         from pelton.builder.build import build
@@ -203,4 +211,4 @@ def build_engine(
             f"{checkpoint} must be built into an engine first, which needs {error.name or 'torch'}: "
             "pip install 'pelton[build]', or copy an engine that was built elsewhere."
         ) from error
-    build(checkpoint, config, output=output, progress=progress)
+    return build(checkpoint, config, output=output, progress=progress, notify=notify)

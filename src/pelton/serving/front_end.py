@@ -207,8 +207,8 @@ class FrontEnd:
         # beyond the limit need not be tokenised (minutes for megabytes) to be refused.
         if len(prompt) > 100 * self.max_request_tokens + 1000:
             raise RequestError(
-                f"the prompt has {len(prompt)} characters, far more than the {self.max_request_tokens} tokens "
-                "that prompt and answer may have together.",
+                f"the prompt has {len(prompt)} characters, far more than fit into the "
+                f"{self.max_request_tokens} tokens that prompt and answer may have together.",
                 param="prompt",
                 code="context_length_exceeded",
             )

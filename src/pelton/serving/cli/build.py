@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import sys
 from pathlib import Path
 
 import click
@@ -51,14 +51,11 @@ def build(checkpoint: str, output: Path | None, force: bool, quiet: bool, config
         raise ConfigError(f"there is no folder {target.absolute().parent} to put {target.name} in.")
     folder = download(checkpoint, notify) if kind == "hub" else Path(checkpoint).expanduser()
     with build_progress(quiet) as progress:
-        if target.exists():
-            # The old engine stays until the new one is complete.
-            fresh = target.with_name(target.name + ".new")
-            shutil.rmtree(fresh, ignore_errors=True)
-            build_engine(folder, config, fresh, progress=progress)
-            shutil.rmtree(target)
-            fresh.rename(target)
-        else:
-            build_engine(folder, config, target, progress=progress)
+        report = build_engine(folder, config, target, progress=progress, notify=None if quiet else _note)
     if not quiet:
-        click.echo(str(target))
+        click.echo(report.text())
+
+
+def _note(sentence: str) -> None:
+    """The memory budget and automatic choices, before anything is allocated."""
+    print("  " + sentence.replace("\n", "\n  "), file=sys.stderr, flush=True)

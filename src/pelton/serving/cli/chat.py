@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -35,9 +36,10 @@ Inside: /help /reset /system /exit. The conversation is kept in memory only."""
 def chat(model: str, system: str | None, sampling: dict[str, Any], config: BuildConfig) -> None:
     """Talk with MODEL; answers stream, Ctrl-C stops one."""
     with open_llm(model, config) as llm:
-        if not llm.tokenizer.has_chat_template:
+        if llm.tokenizer.chat_template is None:
             raise RequestError(
-                f"{model} has no chat template, so it cannot hold a conversation; use pelton run {model} --raw."
+                f"{model} has no chat template, so it cannot hold a conversation; "
+                f"use pelton run {model} --raw."
             )
         params = llm.sampling_params(**sampling)
         conversation = Conversation(system)
@@ -74,14 +76,12 @@ class Conversation:
 
 def _enable_editing() -> None:
     """Line editing and history, in memory."""
-    try:
+    with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (its import is what input() needs)
-    except ImportError:
-        pass
 
 
 def _read(interactive: bool) -> str:
-    lines = []
+    lines: list[str] = []
     prompt = "> " if interactive else ""
     while True:
         line = input(prompt)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import sys
+from typing import Any
 
 import click
 
@@ -61,7 +62,7 @@ def doctor(as_json: bool) -> None:
         sys.exit(1)
 
 
-def _examine() -> dict[str, object]:  # what --json prints
+def _examine() -> dict[str, Any]:
     from pelton.engine.resources import available_memory, cores, human_bytes
     from pelton.serving.engine_cache import cache_dir
 
@@ -89,8 +90,8 @@ def _native(problems: list[str]) -> str:
     try:
         from pelton.kernels import native
 
-        library = native.load()
-        return str(library)
+        native.load_library()
+        return f"{native.cpu_level()} kernels, {native.LIBRARY_PATH}"
     except Exception as error:
         if importlib.util.find_spec("torch") is None:
             problems.append(f"the native library does not load and torch is not installed: {error}")

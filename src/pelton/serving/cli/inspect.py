@@ -94,7 +94,8 @@ def _print(engine: Any, show_plan: bool, verified: bool) -> None:
     for i, group in enumerate(model.kv_groups):
         window = f", window {group.window}" if group.window else ""
         click.echo(
-            f"  KV group {i}: {len(group.layers)} layers, {group.num_kv_heads} heads of {group.head_dim}{window}"
+            f"  KV group {i}: {len(group.layers)} layers, "
+            f"{group.num_kv_heads} heads of {group.head_dim}{window}"
         )
     fields = msgspec.to_builtins(build)
     click.echo("\n" + table("built for", [(name, _setting(name, value)) for name, value in fields.items()]))
@@ -147,7 +148,10 @@ def _report(value: Any, indent: int = 1) -> str:
         elif isinstance(item, list) and item and isinstance(item[0], dict):
             lines.append(f"{pad}{name}: {len(item)} (see --json)")
         elif isinstance(item, list):
-            lines += [f"{pad}{name}:" + ("" if item else " none"), *(f"{pad}  {entry}" for entry in item[:40])]
+            lines += [
+                f"{pad}{name}:" + ("" if item else " none"),
+                *(f"{pad}  {entry}" for entry in item[:40]),
+            ]
         else:
             lines.append(f"{pad}{name}: {item}")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ imported when it is called, not when ``--help`` lists it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -89,20 +90,16 @@ def cli() -> None:
 def _say(message: str) -> None:
     """One sentence on stderr; continuation lines are indented under the first."""
     text = message.strip().replace("\n", "\n        ")
-    try:
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed: the exit code still tells
         print(f"pelton: {text}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        pass  # stderr is closed: the exit code still tells
 
 
 def _broken_pipe() -> int:
     """The reader of our output went away (``pelton run ... | head -1``): leave as ``cat`` would."""
     # Python flushes stdout once more at exit, which would fail again, so give it somewhere to go.
     devnull = os.open(os.devnull, os.O_WRONLY)
-    try:
+    with contextlib.suppress(OSError, ValueError):
         os.dup2(devnull, sys.stdout.fileno())
-    except (OSError, ValueError):
-        pass
     return 128 + 13
 
 

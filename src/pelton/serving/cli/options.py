@@ -57,7 +57,7 @@ SAMPLING_HELP = {
 }
 
 
-class _Bias(click.ParamType):
+class _Bias(click.ParamType[tuple[int, float]]):
     name = "id:bias"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

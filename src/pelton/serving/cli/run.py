@@ -51,12 +51,15 @@ def run(
     if prompt is None:
         raise click.UsageError('give a prompt: pelton run MODEL "..."', click.get_current_context())
     if raw and system is not None:
-        raise click.UsageError("--system needs the chat template that --raw leaves out",
-                               click.get_current_context())
+        raise click.UsageError(
+            "--system needs the chat template that --raw leaves out", click.get_current_context()
+        )
     with open_llm(model, config) as llm:
-        chat = not raw and llm.tokenizer.has_chat_template
+        chat = not raw and llm.tokenizer.chat_template is not None
         if system is not None and not chat:
-            raise RequestError(f"{model} has no chat template, so --system has no place to go; put it in PROMPT.")
+            raise RequestError(
+                f"{model} has no chat template, so --system has no place to go; put it in PROMPT."
+            )
         params = llm.sampling_params(**sampling)
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": prompt})

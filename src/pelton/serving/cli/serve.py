@@ -42,7 +42,10 @@ exit."""
 )
 @click.option("--served-model-name", multiple=True, help="Model id in the API (repeatable).")
 @click.option(
-    "--max-waiting", default=256, show_default=True, type=click.IntRange(min=1),
+    "--max-waiting",
+    default=256,
+    show_default=True,
+    type=click.IntRange(min=1),
     help="Requests that may wait; more get 429.",
 )
 @click.option(
@@ -53,11 +56,16 @@ exit."""
 )
 @click.option("--allow-origin", multiple=True, help="Origin that browsers may call from (repeatable).")
 @click.option(
-    "--drain-seconds", default=30, show_default=True, type=click.IntRange(min=0),
+    "--drain-seconds",
+    default=30,
+    show_default=True,
+    type=click.IntRange(min=0),
     help="Time that running requests get on shutdown.",
 )
 @click.option(
-    "--log-level", default="info", show_default=True,
+    "--log-level",
+    default="info",
+    show_default=True,
     type=click.Choice(["debug", "info", "warning", "error"]),
     help="What goes to standard error.",
 )

@@ -30,7 +30,10 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)
     if settings.allow_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(settings.allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
         )
     for routes in (chat.router, completions.router, info.router):
         app.include_router(routes)

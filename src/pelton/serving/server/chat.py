@@ -130,9 +130,7 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def prompt_extras(
-    prompt_logprobs: int | None, token_ids: bool, output: RequestOutput
-) -> dict[str, Any]:
+def prompt_extras(prompt_logprobs: int | None, token_ids: bool, output: RequestOutput) -> dict[str, Any]:
     """Pelton's extras about the prompt, when asked for."""
     extras: dict[str, Any] = {}
     if prompt_logprobs is not None:

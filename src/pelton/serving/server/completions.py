@@ -27,7 +27,9 @@ DEFAULT_MAX_TOKENS = 16
 
 @router.post("/v1/completions", openapi_extra=schema_of(CompletionBody))
 async def create_completion(
-    request: Request, service: CurrentService, body: Annotated[CompletionBody, Depends(body_of(CompletionBody))]
+    request: Request,
+    service: CurrentService,
+    body: Annotated[CompletionBody, Depends(body_of(CompletionBody))],
 ) -> Response:
     """Continue one or several prompts; OpenAI's text completion object, or a stream of them."""
     stream = await _start(service, body)
@@ -157,9 +159,7 @@ class _Answer:
             outputs = stream.generation.outputs
             yield {**head, "choices": [], "usage": usage(outputs, prompt_only=self.prompt_only)}
 
-    def _event(
-        self, chunk: Chunk, index: int, first: bool, offsets: dict[int, int]
-    ) -> dict[str, Any] | None:
+    def _event(self, chunk: Chunk, index: int, first: bool, offsets: dict[int, int]) -> dict[str, Any] | None:
         prompt = self._prompt_text(chunk.output) if first else ""
         text = prompt + ("" if self.prompt_only else chunk.delta)
         offset = offsets.get(index, 0)

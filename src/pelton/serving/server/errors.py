@@ -93,6 +93,10 @@ _FORMS = {
 }
 
 
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
 def install_handlers(app: FastAPI) -> None:
     """Make every error of ``app`` take OpenAI's shape."""
 
@@ -111,6 +115,10 @@ def install_handlers(app: FastAPI) -> None:
                 405, f"{request.url.path} does not take {request.method}; use {allowed}.", headers=headers
             )
         return error_response(error.status_code, str(error.detail), headers=headers)
+
+    @app.exception_handler(ClientGoneError)
+    async def on_client_gone(request: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:

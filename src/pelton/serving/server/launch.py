@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -28,7 +28,7 @@ class Launch:
     """Everything ``pelton serve`` was told, with the model resolved to an engine."""
 
     engine: Path
-    overrides: BuildConfig = BuildConfig()
+    overrides: BuildConfig = field(default_factory=BuildConfig)
     host: str = "127.0.0.1"
     api_keys: tuple[str, ...] = ()
     model_ids: tuple[str, ...] = ()
@@ -68,6 +68,9 @@ def bind(host: str, port: int) -> socket.socket:
             raise ConfigError(f"--host {host} is not an address of this machine.") from error
         raise
     return bound
+
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class _Server(uvicorn.Server):
@@ -143,16 +146,17 @@ def _greeting(llm: AsyncLLM, settings: ServerSettings, host: str, port: int) -> 
     stats = llm.stats()
     assert build.block_size is not None
     kv_tokens = min(group.total_blocks for group in stats.kv_groups) * build.block_size
-    shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host
+    shown = "localhost" if host in (*_LOOPBACK, "0.0.0.0", "::") else host
     lines = [
         f"pelton: serving {', '.join(settings.model_ids)} at http://{shown}:{port}/v1",
-        f"  memory   weights {human_bytes(memory.weights)}, work {human_bytes(memory.arena + memory.workspace)}, "
+        f"  memory   weights {human_bytes(memory.weights)}, "
+        f"work {human_bytes(memory.arena + memory.workspace)}, "
         f"KV up to {human_bytes(kv_tokens * memory.kv_bytes_per_token)} ({kv_tokens} tokens)",
         f"  limits   {build.max_batch_size} sequences a step, {llm.max_request_tokens} tokens a request, "
         f"{llm.max_waiting} waiting",
         f"  access   {'API key' if settings.api_keys else 'no API key'}, "
-        f"{'this machine only' if shown == 'localhost' and host not in ('0.0.0.0', '::') else 'all networks'}",
+        f"{'this machine only' if host in _LOOPBACK else 'whoever reaches ' + host}",
     ]
-    if host in ("0.0.0.0", "::") and not settings.api_keys:
+    if host not in _LOOPBACK and not settings.api_keys:
         lines.append("  warning  anybody who reaches this machine may use the server; set --api-key")
     return "\n".join(lines)

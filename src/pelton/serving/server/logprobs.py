@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from pelton.runtime.detokenizer import token_bytes
 from pelton.runtime.request import TokenLogprobs
-
-
-class TokenTexts(Protocol):
-    """What is needed of a tokenizer here."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; part of a character for some."""
-        ...
-
+from pelton.runtime.tokenizer import Tokenizer
 
 #: JSON has no infinities; this is what OpenAI's own servers clip to.
 _FLOOR = -9999.0
@@ -24,8 +17,8 @@ def _finite(value: float) -> float:
     return max(value, _FLOOR)
 
 
-def _entry(tokenizer: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token)
+def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    raw = token_bytes(tokenizer, token)
     return {
         "token": raw.decode("utf-8", "replace"),
         "logprob": _finite(logprob),
@@ -33,9 +26,7 @@ def _entry(tokenizer: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(
-    tokenizer: TokenTexts, positions: Sequence[TokenLogprobs], top: int
-) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
     """``choices[].logprobs`` of a chat completion."""
     content = []
     for position in positions:
@@ -48,7 +39,7 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    tokenizer: TokenTexts,
+    tokenizer: Tokenizer,
     positions: Sequence[TokenLogprobs | None],
     first_token: int | None,
     top: int,
@@ -64,7 +55,7 @@ def completion_logprobs(
     for position in positions:
         token = first_token if position is None else position.token_ids[0]
         assert token is not None
-        text = tokenizer.token_bytes(token).decode("utf-8", "replace")
+        text = token_bytes(tokenizer, token).decode("utf-8", "replace")
         tokens.append(text)
         offsets.append(offset)
         offset += len(text)
@@ -75,7 +66,7 @@ def completion_logprobs(
         values.append(_finite(position.logprobs[0]))
         best: dict[str, float] = {}
         for alternative, logprob in _alternatives(position, top):
-            name = tokenizer.token_bytes(alternative).decode("utf-8", "replace")
+            name = token_bytes(tokenizer, alternative).decode("utf-8", "replace")
             best.setdefault(name, _finite(logprob))
         best.setdefault(text, _finite(position.logprobs[0]))
         tops.append(best)

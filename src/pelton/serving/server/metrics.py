@@ -29,15 +29,15 @@ class _ExecutorCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         gauges = {
-            "pelton_requests_running": ("Requests in the current steps.", stats.num_running),
-            "pelton_requests_waiting": ("Requests waiting for their first step.", stats.num_waiting),
+            "pelton_requests_running": ("Requests in the current steps.", stats.running),
+            "pelton_requests_waiting": ("Requests waiting for their first step.", stats.waiting),
             "pelton_kv_usage_ratio": ("Part of the KV cache's blocks in use.", stats.kv_usage),
         }
         counters = {
-            "pelton_prompt_tokens": ("Prompt tokens computed or found.", stats.prompt_tokens),
+            "pelton_prompt_tokens": ("Prompt tokens of admitted requests.", stats.prompt_tokens),
             "pelton_generated_tokens": ("Tokens generated.", stats.generated_tokens),
-            "pelton_prefix_cache_query_tokens": ("Prompt tokens looked up.", stats.prefix_query_tokens),
             "pelton_prefix_cache_hit_tokens": ("Prompt tokens found cached.", stats.prefix_hit_tokens),
+            "pelton_computed_tokens": ("Tokens computed, again ones too.", stats.computed_tokens),
             "pelton_preemptions": ("Requests set back to free KV blocks.", stats.preemptions),
             "pelton_steps": ("Steps run.", stats.steps),
         }

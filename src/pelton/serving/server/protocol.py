@@ -83,9 +83,10 @@ class _GenerationBody(_Body):
 
 
 _PLAIN = (
-    "n temperature top_p presence_penalty frequency_penalty max_tokens seed top_k min_p repetition_penalty "
-    "min_tokens ignore_eos prompt_logprobs skip_special_tokens include_stop_str_in_output"
-).split()
+    *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tokens", "seed"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "prompt_logprobs"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+)
 
 
 class CompletionBody(_GenerationBody):
@@ -180,9 +181,7 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
                 f"{where}: tool calls are not supported yet; send text content.", param=f"{where}.tool_calls"
             )
         if message.content is None:
-            raise RequestError(
-                f"{where}.content is missing; it must be text.", param=f"{where}.content"
-            )
+            raise RequestError(f"{where}.content is missing; it must be text.", param=f"{where}.content")
         role = "system" if message.role == "developer" else message.role
         entry: dict[str, Any] = {"role": role, "content": _text(message.content, f"{where}.content")}
         if message.name is not None:
@@ -244,8 +243,9 @@ def refuse_unsupported(body: CompletionBody | ChatBody) -> None:
             param="response_format",
         )
     if body.audio is not None or body.modalities not in (None, ["text"]):
-        raise RequestError("only text comes out of this model; modalities must be [\"text\"].",
-                           param="modalities")
+        raise RequestError(
+            'only text comes out of this model; modalities must be ["text"].', param="modalities"
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
     if body.continue_final_message and body.messages and body.messages[-1].role != "assistant":

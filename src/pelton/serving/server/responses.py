@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from pelton.errors import PeltonError, RequestError
 from pelton.runtime.request import RequestOutput
 from pelton.serving.async_llm import ChunkStream
-from pelton.serving.server.errors import error_object, log
+from pelton.serving.server.errors import ClientGoneError, error_object, log
 
 T = TypeVar("T")
 
@@ -51,10 +51,6 @@ async def collect(request: Request, stream: ChunkStream) -> list[RequestOutput]:
     finally:
         await stream.aclose()
     return stream.generation.outputs
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection before its answer was complete."""
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
@@ -96,9 +92,7 @@ class EventStream(Response):
         self.close = close
         self.status_code = 200
         self.background = None
-        self.init_headers(
-            {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
-        )
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.ensure_future(self._send(send))
@@ -118,9 +112,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
         async def event(data: bytes, more: bool = True) -> None:
-            await send(
-                {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more}
-            )
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
 
         try:
             async for value in self.events:

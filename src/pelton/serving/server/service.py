@@ -53,7 +53,9 @@ class Service:
     def check_limits(self, body: CompletionBody | ChatBody) -> None:
         """Raise ``RequestError`` for counts above this server's limits."""
         if (body.n or 1) > self.settings.max_n:
-            raise RequestError(f"n {body.n} is above this server's limit of {self.settings.max_n}.", param="n")
+            raise RequestError(
+                f"n {body.n} is above this server's limit of {self.settings.max_n}.", param="n"
+            )
         for field in ("logprobs", "top_logprobs", "prompt_logprobs"):
             value = getattr(body, field, None)
             if isinstance(value, int) and value > self.settings.max_logprobs:
