@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pelton.engine.config import BuildConfig
-from pelton.serving.cli.options import build_options, model_argument
+from pelton.serving.cli.options import Command, build_options, model_argument
 from pelton.serving.cli.progress import notify, open_llm
 
 if TYPE_CHECKING:
@@ -21,13 +22,14 @@ PREFILL_TOKENS = 256
 
 
 @click.command(
+    cls=Command,
     epilog="""\b
 Examples:
   pelton bench model.engine
   pelton bench model.engine --threads 2 --rounds 5 --json
 
 Prompts are random token ids and answers greedy, without end token; medians over --rounds. Times
-include scheduling, sampling and detokenising. start is a whole new process: pelton run, one token."""
+include scheduling, sampling and detokenising. start is a whole new process: pelton run, one token.""",
 )
 @model_argument
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1, 100), help="Repetitions.")
@@ -90,7 +92,7 @@ def _decode_step(llm: LLM, batch: int, tokens: int, round_: int) -> float:
         counts[chunk.prompt_index] += len(chunk.token_ids)
         if min(counts) > len(times):  # every sequence has this many tokens now
             times.append(time.perf_counter())
-    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+    return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
 def _prefill(llm: LLM, round_: int) -> float:

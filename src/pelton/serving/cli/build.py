@@ -9,11 +9,12 @@ import click
 
 from pelton.engine.config import BuildConfig
 from pelton.errors import ConfigError
-from pelton.serving.cli.options import build_options
+from pelton.serving.cli.options import Command, build_options
 from pelton.serving.cli.progress import build_progress, notify
 
 
 @click.command(
+    cls=Command,
     epilog="""\b
 Examples:
   pelton build ./SmolLM2-135M-Instruct -o smollm2.engine
@@ -21,7 +22,7 @@ Examples:
   pelton inspect model.engine
 
 A setting that is left out is chosen for the model and this machine; every choice is printed. The
-engine is written next to its place and renamed at the end, so it is never half there."""
+engine is written next to its place and renamed at the end, so it is never half there.""",
 )
 @click.argument("checkpoint")
 @click.option(

@@ -10,7 +10,7 @@ import click
 
 from pelton.engine.config import BuildConfig
 from pelton.errors import PeltonError, RequestError
-from pelton.serving.cli.options import build_options, model_argument, sampling_options
+from pelton.serving.cli.options import Command, build_options, model_argument, sampling_options
 from pelton.serving.cli.progress import open_llm
 
 HELP = """/help           this list
@@ -22,12 +22,13 @@ Anything else is sent to the model. A line that ends with \\ goes on."""
 
 
 @click.command(
+    cls=Command,
     epilog="""\b
 Examples:
   pelton chat model.gguf
   pelton chat model.engine --system "Answer in French." --temperature 0.3
 
-Inside: /help /reset /system /exit. The conversation is kept in memory only."""
+Inside: /help /reset /system /exit. The conversation is kept in memory only.""",
 )
 @model_argument
 @click.option("--system", help="System message.")

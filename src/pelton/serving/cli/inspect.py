@@ -9,16 +9,18 @@ from typing import Any
 import click
 import msgspec
 
+from pelton.serving.cli.options import Command
 from pelton.serving.cli.tables import table
 
 
 @click.command(
+    cls=Command,
     epilog="""\b
 Examples:
   pelton inspect model.engine
   pelton inspect model.engine --plan           every instruction
   pelton inspect model.engine --verify         read all files, compare their SHA-256
-  pelton inspect model.engine --json | jq .memory"""
+  pelton inspect model.engine --json | jq .memory""",
 )
 @click.argument("engine", type=click.Path(path_type=Path))
 @click.option("--plan", "show_plan", is_flag=True, help="List every instruction with its tactics.")

@@ -29,7 +29,7 @@ BUILD_HELP = {
     "dtype": "Type of unquantised weights: float32, bfloat16.",
     "activations": "Input precision of quantised products: float32, int8.",
     "kv_dtype": "Type of cached keys and values: float32, float16, bfloat16.",
-    "threads": "CPU threads. On an engine: any number.",
+    "threads": "CPU threads; 0: all cores. On an engine: any number.",
 }
 
 SAMPLING_HELP = {
@@ -68,8 +68,45 @@ class _Bias(click.ParamType[tuple[int, float]]):
             self.fail(f"{value!r} is not TOKEN_ID:BIAS, such as 50256:-100", param, ctx)
 
 
+class SectionOption(click.Option):
+    """A flag that ``--help`` lists under a heading of its own."""
+
+    section = ""
+
+
+class SamplingOption(SectionOption):
+    """A field of ``SamplingParams``."""
+
+    section = "Sampling"
+
+
+class EngineOption(SectionOption):
+    """A field of ``BuildConfig``."""
+
+    section = "Engine"
+
+
+class Command(click.Command):
+    """A command whose options are listed in sections, its own first."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click's, by section."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Sampling": [], "Engine": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if isinstance(param, click.Option) and record is not None:
+                sections[getattr(param, "section", "Options")].append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
 def _flags(
-    struct: type[msgspec.Struct], help_texts: dict[str, str], skip: tuple[str, ...] = ()
+    struct: type[msgspec.Struct],
+    kind_of_option: type[click.Option],
+    help_texts: dict[str, str],
+    skip: tuple[str, ...] = (),
 ) -> list[click.Option]:
     """One option per field of ``struct``; a value of None or () means that it was not given."""
     hints = typing.get_type_hints(struct)
@@ -79,11 +116,11 @@ def _flags(
             continue
         flag = "--" + field.encode_name.replace("_", "-")
         kind = hints[field.name]
-        if isinstance(kind, types.UnionType):
+        if isinstance(kind, types.UnionType):  # None is the absent flag
             kind = next(k for k in typing.get_args(kind) if k is not type(None))
         attrs: dict[str, Any] = {"help": help_texts.get(field.name, ""), "default": None}
         if kind is bool:
-            options.append(click.Option([f"{flag}/--no-{flag[2:]}", field.name], **attrs))
+            options.append(kind_of_option([f"{flag}/--no-{flag[2:]}", field.name], **attrs))
             continue
         if typing.get_origin(kind) is tuple:
             attrs |= {"type": typing.get_args(kind)[0], "multiple": True}
@@ -92,7 +129,7 @@ def _flags(
         else:
             # Ranges are checked by the one validation that every front end shares.
             attrs |= {"type": kind, "metavar": {int: "N", float: "X", str: "NAME"}[kind]}
-        options.append(click.Option([flag, field.name], **attrs))
+        options.append(kind_of_option([flag, field.name], **attrs))
     return options
 
 
@@ -122,10 +159,7 @@ def _with_flags(function: F, options: list[click.Option], argument: str, collect
 
 def build_options(function: F) -> F:
     """Add a flag per ``BuildConfig`` field; the command receives ``config: BuildConfig``."""
-    options = _flags(BuildConfig, BUILD_HELP)
-    for option in options:
-        if option.type is click.INT:
-            option.type = click.IntRange(min=1)
+    options = _flags(BuildConfig, EngineOption, BUILD_HELP)
     return _with_flags(
         function, options, "config", lambda names, kw: BuildConfig(**_collect(BuildConfig, names, kw))
     )
@@ -136,7 +170,7 @@ def sampling_options(*skip: str) -> Callable[[F], F]:
     of the fields that were given (the model's own defaults fill the others)."""
 
     def decorate(function: F) -> F:
-        options = _flags(SamplingParams, SAMPLING_HELP, skip)
+        options = _flags(SamplingParams, SamplingOption, SAMPLING_HELP, skip)
         return _with_flags(
             function, options, "sampling", lambda names, kw: _collect(SamplingParams, names, kw)
         )

@@ -9,11 +9,12 @@ import click
 
 from pelton.engine.config import BuildConfig
 from pelton.errors import RequestError
-from pelton.serving.cli.options import build_options, model_argument, sampling_options
+from pelton.serving.cli.options import Command, build_options, model_argument, sampling_options
 from pelton.serving.cli.progress import open_llm
 
 
 @click.command(
+    cls=Command,
     epilog="""\b
 Examples:
   pelton run model.engine "Why is the sky blue?"
@@ -25,7 +26,7 @@ Examples:
 \b
 The answer goes to standard output as it is made, everything else to standard error. A model that has
 a chat template gets the prompt as a user's message; --raw continues the prompt as plain text instead.
-Sampling flags that are left out take the model's own recommended values."""
+Sampling flags that are left out take the model's own recommended values.""",
 )
 @model_argument
 @click.argument("prompt", required=False)

@@ -8,11 +8,12 @@ import click
 
 from pelton.engine.config import BuildConfig
 from pelton.errors import ConfigError, MissingDependencyError
-from pelton.serving.cli.options import build_options, model_argument
+from pelton.serving.cli.options import Command, build_options, model_argument
 from pelton.serving.cli.progress import resolve
 
 
 @click.command(
+    cls=Command,
     epilog="""\b
 Examples:
   pelton serve model.engine
@@ -26,7 +27,7 @@ Examples:
 
 Paths: /v1/chat/completions /v1/completions /v1/models /tokenize /detokenize /health /ready /version
 /metrics /docs. SIGTERM and Ctrl-C stop accepting, finish what runs (up to --drain-seconds), then
-exit."""
+exit.""",
 )
 @model_argument
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address; 0.0.0.0: all networks.")
