@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pelton import nn
 from pelton.builder.trace import trace
 from pelton.ir.graph import Graph, input_key
 from pelton.ir.verifier import effects
-from tests.models.oracle import load_ours, make_hf
+from tests.models import zoo
+from tests.models.oracle import load_ours
 from tests.models.paged import PagedRunner
-from tests.models.test_llama import TINY
 
 
 @pytest.fixture(scope="module")
 def model() -> nn.CausalLM:
-    return load_ours(make_hf(LlamaConfig, LlamaForCausalLM, **TINY, tie_word_embeddings=True))
+    return load_ours(zoo.llama(num_hidden_layers=2, tie_word_embeddings=True))
 
 
 @pytest.fixture(scope="module")

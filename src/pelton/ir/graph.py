@@ -7,6 +7,7 @@ storage offset say where a view looks; ``Graph.type_of`` reads it with named dim
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,6 +96,30 @@ class Graph:
             strides=tuple(int(s) for s in value.stride()),
             offset=int(value.storage_offset()),
         )
+
+    def insert_call(self, name: str, args: tuple[Any, ...], *, like: fx.Node, before: fx.Node) -> fx.Node:
+        """A new call of the Pelton op ``name`` before ``before``; made in the module that made ``like``."""
+        op = get_op(name)
+        with self.fx_graph.inserting_before(before):
+            node = self.fx_graph.create_node("call_function", op.torch_op, args, name=name)
+        values = fx.node.map_arg(args, lambda n: n.meta["val"])
+        node.meta = {"val": op.shape_rule(*values), "where": like.meta["where"]}
+        return node
+
+    def insert_getitem(self, node: fx.Node, index: int) -> fx.Node:
+        """Result ``index`` of ``node``, placed right after it (and after earlier such results)."""
+        after = node
+        while after.next.target is operator.getitem and after.next.args[0] is node:
+            after = after.next
+        with self.fx_graph.inserting_after(after):
+            item = self.fx_graph.call_function(operator.getitem, (node, index))
+        item.meta = {"val": node.meta["val"][index], "where": node.meta["where"]}
+        return item
+
+    def erase(self, node: fx.Node) -> None:
+        """Remove a node that nobody reads."""
+        self.fx_graph.erase_node(node)
+        self.inputs.pop(node.name, None)
 
     def weights(self) -> dict[str, fx.Node]:
         """Placeholders of kind "weight" by parameter name."""

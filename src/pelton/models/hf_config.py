@@ -58,6 +58,7 @@ class HFConfig:
         self.name = name
         self._values = dict(values)
         self._read: set[str] = set()
+        self._children: list[HFConfig] = []
         for key, off in _UNIMPLEMENTED:
             self.expect(key, *off)
 
@@ -66,6 +67,19 @@ class HFConfig:
         self._read.add(key)
         value = self._values.get(key)
         return default if value is None else value
+
+    def child(self, key: str, defaults: Mapping[str, Any]) -> HFConfig:
+        """The nested configuration ``key``, on top of ``defaults``; raises ``CheckpointError`` if none."""
+        values = self.get(key)
+        if not isinstance(values, dict):
+            raise CheckpointError(f"config.json of this {self.name} has no {key!r}")
+        self._children.append(HFConfig({**defaults, **values}, self.name))
+        return self._children[-1]
+
+    def nullable(self, key: str, absent: Any = None) -> Any:
+        """The value, null included; ``absent`` only where the key is not there at all."""
+        self._read.add(key)
+        return self._values.get(key, absent)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer; raises ``CheckpointError`` where it is absent or something else."""
@@ -123,10 +137,12 @@ class HFConfig:
         """
         nested = self.get("rope_parameters", {})
         scaling = self.get("rope_scaling", {})
-        if layer_type is not None and layer_type in nested:
-            own = dict(nested[layer_type] or {})
+        if layer_type is not None and nested:
+            if not isinstance(nested.get(layer_type), dict):
+                raise CheckpointError(f"config.json: rope_parameters of {self.name} lacks {layer_type!r}")
+            own = dict(nested[layer_type])
         else:
-            own = {k: v for k, v in nested.items() if not isinstance(v, dict)}
+            own = dict(nested)
         if scaling and layer_type != "sliding_attention":
             own = {**own, **scaling}
         own = {k: v for k, v in own.items() if v is not None}
@@ -150,32 +166,34 @@ class HFConfig:
                 )
         return own
 
-    def windows(self, num_layers: int, default: Sequence[bool], max_seq_len: int) -> tuple[int, ...]:
+    def windows(self, window: int | None, *, slides: Sequence[bool], max_seq_len: int) -> tuple[int, ...]:
         """Sliding window of each layer, 0 for full attention.
 
-        ``layer_types`` says which layers slide, else ``default``. A window that no sequence of the
-        engine can reach is the same as none.
+        ``layer_types`` says which layers slide, else ``slides``, one entry a layer. A window that no
+        sequence of the engine can outgrow is the same as none.
         """
-        window = self.get("sliding_window", 0)
         layer_types = self.get("layer_types")
-        if layer_types is None:
-            slides = list(default)
-        else:
+        if layer_types is not None:
             known = {"full_attention": False, "sliding_attention": True}
             unknown = sorted(set(layer_types) - set(known))
             if unknown:
                 raise CheckpointError(
                     f"config.json: layer_types contains {', '.join(unknown)} (known: {', '.join(known)})"
                 )
+            if len(layer_types) != len(slides):
+                raise CheckpointError(
+                    f"config.json: layer_types has {len(layer_types)} entries for {len(slides)} layers"
+                )
             slides = [known[t] for t in layer_types]
-        if len(slides) != num_layers:
+        if not any(slides):
+            return (0,) * len(slides)
+        if not isinstance(window, int) or window < 1:
             raise CheckpointError(
-                f"config.json: layer_types has {len(slides)} entries for {num_layers} layers"
+                f"config.json: some layers slide, so sliding_window must be a positive integer, not {window}"
             )
-        if any(slides) and layer_types is not None and not window:
-            raise CheckpointError("config.json: layer_types has sliding_attention but sliding_window is null")
         return tuple(window if s and window < max_seq_len else 0 for s in slides)
 
     def unread(self) -> tuple[str, ...]:
-        """Keys that were not read and are not known to be inert, sorted."""
-        return tuple(sorted(set(self._values) - self._read - _INERT))
+        """Keys that were not read and are not known to be inert, sorted; of nested ones too."""
+        own = set(self._values) - self._read - _INERT
+        return tuple(sorted(own.union(*(child.unread() for child in self._children))))

@@ -45,6 +45,10 @@ class LlamaConfig:
     """RMSNorm of each query and key head before the rotation."""
     packed: bool = False
     """The checkpoint stacks q, k, v, and gate, up."""
+    norm_offset: float = 0.0
+    """What the checkpoint leaves out of norm weights (Gemma: 1)."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by this (Gemma)."""
 
     @staticmethod
     def read(hf: HFConfig, max_seq_len: int, **fields: Any) -> LlamaConfig:
@@ -81,7 +85,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, c: LlamaConfig, window: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.norm_eps)
+        self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.norm_eps, stored_offset=c.norm_offset)
         self.self_attn = nn.Attention(
             hidden_size=c.hidden_size,
             num_heads=c.num_heads,
@@ -94,7 +98,7 @@ class DecoderLayer(nn.Module):
             k_norm=nn.RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else None,
             packed=c.packed,
         )
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.norm_eps, stored_offset=c.norm_offset)
         self.mlp = nn.GatedMLP(
             c.hidden_size, c.intermediate_size, activation=c.activation, bias=c.mlp_bias, packed=c.packed
         )
@@ -111,9 +115,10 @@ class LlamaModel(nn.Module):
 
     def __init__(self, c: LlamaConfig) -> None:
         super().__init__()
+        self.embedding_scale = c.embedding_scale
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = ModuleList(DecoderLayer(c, window) for window in c.windows)
-        self.norm = nn.RMSNorm(c.hidden_size, eps=c.norm_eps)
+        self.norm = nn.RMSNorm(c.hidden_size, eps=c.norm_eps, stored_offset=c.norm_offset)
         self.rotary_emb = nn.RotaryEmbedding(
             *nn.rope_frequencies(
                 c.rope,
@@ -134,6 +139,8 @@ class LlamaModel(nn.Module):
     ) -> Any:
         """``inputs``: of each layer -> (N, D)."""
         x_TD = self.embed_tokens(input_ids_T)
+        if self.embedding_scale != 1.0:
+            x_TD = x_TD * self.embedding_scale
         cos_sin_TR = self.rotary_emb(positions_T)
         for layer, k_cache, v_cache, layer_inputs in zip(
             self.layers, k_caches, v_caches, inputs, strict=True

@@ -27,6 +27,16 @@ class ModelClass(Protocol):
 ARCHITECTURES: Registry[str | ModelClass] = Registry("architecture")
 for _name, _where in {
     "LlamaForCausalLM": "pelton.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "pelton.models.mistral:MistralForCausalLM",
+    "MinistralForCausalLM": "pelton.models.mistral:MistralForCausalLM",
+    "Qwen2ForCausalLM": "pelton.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "pelton.models.qwen3:Qwen3ForCausalLM",
+    "GemmaForCausalLM": "pelton.models.gemma:GemmaForCausalLM",
+    "Gemma2ForCausalLM": "pelton.models.gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "pelton.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "pelton.models.gemma3:Gemma3ForConditionalGeneration",
+    "Phi3ForCausalLM": "pelton.models.phi3:Phi3ForCausalLM",
+    "GPT2LMHeadModel": "pelton.models.gpt2:GPT2LMHeadModel",
 }.items():
     ARCHITECTURES.add(_name, _where)
 

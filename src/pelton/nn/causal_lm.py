@@ -70,6 +70,23 @@ class CausalLM(Module):
         groups = list(dict.fromkeys(self.layer_kv()))
         return tuple(groups.index(kv) for kv in self.layer_kv())
 
+    unused_tensors: tuple[str, ...] = ()
+    """Shell patterns of checkpoint tensors that belong to parts this model leaves out (a vision
+    tower); any other tensor that no parameter asks for is an error."""
+
+    def tied(self) -> dict[str, str]:
+        """Checkpoint tensors that need not exist because another is used: name -> that other's name.
+
+        ``{"lm_head.weight": "model.embed_tokens.weight"}`` for a tied language-model head.
+        """
+        first: dict[int, str] = {}
+        tied = {}
+        for name, value in self.named_parameters(remove_duplicate=False):
+            original = first.setdefault(id(value), name)
+            if original != name:
+                tied[self.source_name(name)] = self.source_name(original)
+        return tied
+
     def source_name(self, parameter_name: str) -> str:
         """Name of the checkpoint tensor behind a parameter; the same unless a model overrides it."""
         return parameter_name

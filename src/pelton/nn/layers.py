@@ -110,12 +110,12 @@ class GatedMLP(Module):
 
 
 class MLP(Module):
-    """``down(act(up(x)))``; ``up`` and ``down`` are named as the checkpoint names them by subclasses."""
+    """``c_proj(act(c_fc(x)))``, two layers with the names GPT-2 gives them."""
 
-    def __init__(self, up: Linear, down: Linear, *, activation: str) -> None:
+    def __init__(self, c_fc: Linear, c_proj: Linear, *, activation: str) -> None:
         super().__init__()
-        self.c_fc = up
-        self.c_proj = down
+        self.c_fc = c_fc
+        self.c_proj = c_proj
         self.activation = activation
 
     def forward(self, x_TD: Any) -> Any:

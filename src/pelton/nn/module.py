@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ class Module(torch.nn.Module):
     default ``Source(its own name)``. A class overrides ``recipe`` where the checkpoint differs.
     """
 
+    given_recipes: Mapping[str, Recipe] = MappingProxyType({})
+    """Recipes of own parameters that a model pass put together; they go before ``recipe``."""
+
     def recipe(self, param_name: str, source: Recipe) -> Recipe:
         """How this module's own parameter ``param_name`` ("weight", "bias") is made.
 
@@ -39,20 +43,21 @@ class Module(torch.nn.Module):
         return source
 
 
-def collect_recipes(model: torch.nn.Module) -> dict[str, Recipe]:
+def collect_recipes(model: torch.nn.Module, source: Callable[[str], Recipe] = Source) -> dict[str, Recipe]:
     """Recipe of every parameter by name; a parameter shared by two modules appears once.
 
-    The name under which it appears is the first one, as in ``model.named_parameters()``: with tied
-    embeddings the language-model head has no entry of its own.
+    ``source`` gives the recipe of a Hugging Face tensor by name (``Checkpoint.source``). A shared
+    parameter has its first name, as in ``model.named_parameters()``: with tied embeddings the
+    language-model head has no entry of its own.
     """
     recipes: dict[str, Recipe] = {}
     source_name: Callable[[str], str] = getattr(model, "source_name", lambda name: name)
     for full_name, _ in model.named_parameters():
         prefix, _, name = full_name.rpartition(".")
         owner = model.get_submodule(prefix)
-        recipe: Recipe = Source(source_name(full_name))
+        recipe: Recipe = source(source_name(full_name))
         if isinstance(owner, Module):
-            recipe = owner.recipe(name, recipe)
+            recipe = owner.given_recipes.get(name) or owner.recipe(name, recipe)
         recipes[full_name] = recipe
     return recipes
 
