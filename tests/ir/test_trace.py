@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from pelton import nn
 from pelton.builder.trace import trace
 from pelton.ir.graph import Graph, input_key
 from pelton.ir.verifier import effects
+from tests.ir.graph_forward import graph_forward
 from tests.models import zoo
 from tests.models.oracle import load_ours
 from tests.models.paged import PagedRunner
@@ -24,22 +23,6 @@ def model() -> nn.CausalLM:
 @pytest.fixture(scope="module")
 def graph(model: nn.CausalLM) -> Graph:
     return trace(model, max_seq_len=64, block_size=4)
-
-
-def graph_forward(graph: Graph, model: nn.CausalLM) -> Any:
-    """``forward`` of ``model`` computed by ``graph`` with the model's parameters."""
-
-    def forward(ids: Any, positions: Any, k: Any, v: Any, groups: Any, rows: Any) -> torch.Tensor:
-        arguments = dict(model.named_parameters())
-        arguments |= {"input_ids": ids, "positions": positions, "logits_indices": rows}
-        for layer in range(model.num_layers):
-            arguments |= {f"k_cache.{layer}": k[layer], f"v_cache.{layer}": v[layer]}
-        for g, group in enumerate(groups):
-            arguments |= {f"slot_mapping.{g}": group.slot_mapping_T, f"block_table.{g}": group.block_table_BM}
-            arguments |= {"cu_seqlens": group.cu_seqlens, "seq_lens": group.seq_lens_B}
-        return graph.run(arguments)
-
-    return forward
 
 
 @pytest.mark.parametrize("lengths", [(1,), (2,), (2, 2), (1, 1), (5, 1, 3), (96, 1, 1, 1)], ids=str)
