@@ -46,9 +46,10 @@ class ChatTemplate:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from None
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program: it may fail in any way
             raise RequestError(
-                f"the model's chat template fails on these messages: {error}", param="messages"
+                f"the model's chat template fails on these messages: {error or type(error).__name__}",
+                param="messages",
             ) from None
 
 

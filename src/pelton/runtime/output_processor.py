@@ -94,6 +94,11 @@ class _Answer:
             index=index, token_ids=[], logprobs=self._logprobs, cumulative_logprob=0.0 if wants else None
         )
 
+    def start_round(self) -> None:
+        """Nothing is new yet."""
+        if self.output.new_token_ids or self.output.delta:
+            self.output = msgspec.structs.replace(self.output, delta="", new_token_ids=(), new_logprobs=())
+
     def apply(self, update: RequestUpdate) -> bool:
         """Take an update in; True when a stop string ended the answer, which the executor does not know."""
         params, output = self.request.sampling, self.output
@@ -128,9 +133,9 @@ class _Answer:
         self.output = msgspec.structs.replace(
             output,
             text=output.text + delta,
-            delta=delta,
-            new_token_ids=ids[:used],
-            new_logprobs=new_logprobs,
+            delta=output.delta + delta,
+            new_token_ids=output.new_token_ids + ids[:used],
+            new_logprobs=output.new_logprobs + new_logprobs,
             cumulative_logprob=cumulative,
             finish_reason=reason,
             stop_reason=stop_reason,
@@ -199,7 +204,7 @@ class OutputProcessor:
             if group.request_id not in touched:
                 touched[group.request_id] = group
                 for other in group.answers:
-                    _clear_news(other)
+                    other.start_round()
             if update.prompt_logprobs is not None and group.prompt_logprobs is None:
                 group.prompt_logprobs = list(update.prompt_logprobs)
             group.num_cached_tokens = group.num_cached_tokens or update.num_cached_tokens
@@ -227,9 +232,3 @@ class OutputProcessor:
         group = self._groups.pop(request_id, None)
         for answer in group.answers if group else ():
             self._by_answer.pop(answer.request.request_id, None)
-
-
-def _clear_news(answer: _Answer) -> None:
-    """An answer that this round does not touch has nothing new."""
-    if answer.output.delta or answer.output.new_token_ids or answer.output.new_logprobs:
-        answer.output = msgspec.structs.replace(answer.output, delta="", new_token_ids=(), new_logprobs=())

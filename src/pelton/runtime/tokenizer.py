@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ class Tokenizer:
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.special.eos_token_ids
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows, added tokens included; a model's vocabulary may be padded beyond."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
