@@ -67,11 +67,12 @@ def sentence_of(error: ValidationError) -> RequestError:
     if first["type"] == "json_invalid":
         reason = str(first.get("ctx", {}).get("error", "")) or "it cannot be parsed"
         return RequestError(f"The body is not valid JSON: {reason}.")
-    path = ""
+    path, union = "", False
     for part in first["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part in _UNION_BRANCHES or "[" in part:
+            union = True
             break  # pydantic's name of a union branch, not a field
         else:
             path += f".{part}" if path else part
@@ -79,17 +80,33 @@ def sentence_of(error: ValidationError) -> RequestError:
         return RequestError("The body must be a JSON object.")
     if first["type"] == "missing":
         return RequestError(f"{path} is missing.", param=path)
-    if path in _FORMS:
-        return RequestError(f"{path} must be {_FORMS[path]}.", param=path)
-    message = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    if union:
+        forms = next((text for field, text in _FORMS.items() if path.endswith(field)), "of another type")
+        return RequestError(f"{path} must be {forms}.", param=path)
+    wanted = _WANTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")
     got = repr(first.get("input"))
-    return RequestError(f"{path} must be {message}, not {got[:40]}.", param=path)
+    return RequestError(f"{path} must be {wanted}, not {got[:40]}.", param=path)
 
 
 _UNION_BRANCHES = {"str", "int", "float", "bool"}
+_WANTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
 _FORMS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
     "stop": "a string or a list of strings",
+    "content": "a string or a list of text parts",
+    "tool_choice": "a string or an object",
+    "function_call": "a string or an object",
 }
 
 
