@@ -73,10 +73,14 @@ def assert_equals_transformers(checkpoint: Checkpoint) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
-    )
-    state = model.state_dict()
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(
+            checkpoint.path.parent, gguf_file=checkpoint.path.name
+        )
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    state = load_gguf_checkpoint(checkpoint.path, return_tensors=True, model_to_load=model)["tensors"]
     for name in checkpoint.tensors:
         tensor = checkpoint.read(name)
         assert_finite(tensor, name)

@@ -102,6 +102,26 @@ HARMLESS = (
 )
 
 
+#: Value types that a file may hold but ``read`` refuses.
+_NOT_WEIGHTS = frozenset(
+    [
+        "float64",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint64",
+        "uint32",
+        "uint16",
+        "uint8",
+        "bool",
+        "float8_e4m3",
+        "float8_e5m2",
+        "float8_e8m0",
+    ]
+)
+
+
 def check_tensors(
     expected: Mapping[str, tuple[int, ...]],
     checkpoint: Checkpoint,
@@ -142,6 +162,13 @@ def check_tensors(
                 wrong.append(f"{name} is {_dims(actual)}, not {_dims(shape)}")
     if wrong:
         problems.append("wrong shape: " + _first(wrong))
+    foreign = [
+        f"{name} is {present[name].quant}"
+        for name in expected
+        if name in present and present[name].quant in _NOT_WEIGHTS
+    ]
+    if foreign:
+        problems.append("unsupported type: " + _first(foreign))
     if problems:
         raise CheckpointError(
             f"{checkpoint.name} does not match its architecture "

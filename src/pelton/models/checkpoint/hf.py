@@ -1,0 +1,125 @@
+"""Hugging Face folders: config.json, one or more safetensors files, tokenizer files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pelton.errors import CheckpointError
+from pelton.ir.tensors import HostTensor
+from pelton.models.checkpoint.base import Checkpoint, TensorInfo
+from pelton.models.checkpoint.hf_tokenizer import HFTokenizer
+from pelton.models.checkpoint.json_file import read_json
+from pelton.models.checkpoint.safetensors_file import SafetensorsFile
+
+_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+_INDEX = "model.safetensors.index.json"
+
+
+class HFCheckpoint(Checkpoint):
+    """A folder as ``save_pretrained`` writes it. Raises ``CheckpointError`` when it is not usable."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path = path
+        self.name = name or path.resolve().name
+        self.config = read_json(path / "config.json")
+        self._check_config()
+        generation = path / "generation_config.json"
+        self.generation_config = read_json(generation) if generation.exists() else {}
+        self._shards = self._open_shards()
+        self._stored: dict[str, tuple[SafetensorsFile, str]] = {}
+        for shard in self._shards:
+            for stored in shard.tensors:
+                hf_name = self._canonical(stored)
+                if hf_name in self._stored:
+                    first = self._stored[hf_name][0].path.name
+                    raise CheckpointError(
+                        f"tensor {stored} of {path} is in both {first} and {shard.path.name}"
+                    )
+                self._stored[hf_name] = (shard, stored)
+        self.tensors = {hf_name: self._info(hf_name) for hf_name in self._stored}
+        self._tokenizer = HFTokenizer(path, self.config, self.generation_config)
+
+    def read(self, name: str) -> HostTensor:
+        info = self.tensors[name]
+        shard, stored = self._stored[name]
+        if info.quant not in _NUMPY:
+            raise CheckpointError(
+                f"tensor {name} of {self.name} has type {info.quant}, which is no type for weights here "
+                f"(known: {', '.join(_NUMPY)})"
+            )
+        raw = shard.bytes_of(stored)
+        data: npt.NDArray[np.generic] = raw.view(_NUMPY[info.quant]).reshape(info.shape)
+        # The index may place a tensor at an odd offset; kernels expect natural alignment.
+        return HostTensor(info.quant, info.shape, np.require(data, requirements="A"))
+
+    def write_tokenizer(self, directory: Path) -> None:
+        self._tokenizer.write(directory)
+
+    def files(self) -> Iterable[Path]:
+        metadata = [*self.path.glob("*.json"), *self.path.glob("*.jinja"), *self.path.glob("*.model")]
+        return [*metadata, *(shard.path for shard in self._shards)]
+
+    def _info(self, name: str) -> TensorInfo:
+        shard, stored = self._stored[name]
+        entry = shard.tensors[stored]
+        return TensorInfo(name=name, shape=entry.shape, quant=entry.type, nbytes=entry.nbytes)
+
+    def _canonical(self, stored: str) -> str:
+        """The first GPT-2 checkpoints were saved from the inner model, without ``transformer.``."""
+        if self.config["architectures"][0] == "GPT2LMHeadModel" and not stored.startswith(
+            ("transformer.", "lm_head.")
+        ):
+            return f"transformer.{stored}"
+        return stored
+
+    def _check_config(self) -> None:
+        architectures = self.config.get("architectures")
+        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+            raise CheckpointError(
+                f"{self.path / 'config.json'} does not name its architecture (the field 'architectures')"
+            )
+        quantization = self.config.get("quantization_config")
+        if quantization:
+            method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else "?"
+            raise CheckpointError(
+                f"{self.path} is quantised with {method}, which Pelton does not read yet; "
+                f"use the unquantised checkpoint or a GGUF file"
+            )
+
+    def _open_shards(self) -> list[SafetensorsFile]:
+        index = self.path / _INDEX
+        single = self.path / "model.safetensors"
+        if single.exists():
+            return [SafetensorsFile(single)]
+        if index.exists():
+            return self._open_indexed(index)
+        others = sorted(self.path.glob("*.safetensors"))
+        if len(others) == 1:
+            return [SafetensorsFile(others[0])]
+        raise CheckpointError(
+            f"{self.path} has {len(others)} safetensors files but neither model.safetensors nor {_INDEX}"
+        )
+
+    def _open_indexed(self, index: Path) -> list[SafetensorsFile]:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map")
+        names = sorted({str(name) for name in weight_map.values()})
+        for name in names:
+            if Path(name).name != name:
+                raise CheckpointError(f"{index} names a shard outside its folder: {name}")
+        missing = [name for name in names if not (self.path / name).exists()]
+        if missing:
+            raise CheckpointError(
+                f"{self.path} lacks {len(missing)} of {len(names)} shards that {_INDEX} names: "
+                f"{', '.join(missing[:3])}; download them"
+            )
+        shards = {name: SafetensorsFile(self.path / name) for name in names}
+        for tensor, name in weight_map.items():
+            if tensor not in shards[name].tensors:
+                raise CheckpointError(f"{index} says tensor {tensor} is in {name}, which does not have it")
+        return list(shards.values())
