@@ -1,0 +1,155 @@
+"""What a build did: ``report.json``, and the same for people."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pelton.engine.resources import human_bytes
+
+
+class PassReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One pass: how often it matched and changed, and why it did not elsewhere."""
+
+    name: str
+    matched: int
+    changed: int
+    skipped: dict[str, int] = {}
+    """Reason -> how often."""
+
+
+class TacticReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How many calls of an op a tactic runs; an empty ``tactic``: only the reference runs them."""
+
+    op: str
+    tactic: str
+    calls: int
+
+
+class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine against the eager reference model on fresh random inputs."""
+
+    runner: str
+    """What computed the engine's side: native or reference."""
+    positions: int
+    """Rows of logits compared."""
+    max_error: float
+    """Largest difference over the reference's largest logit."""
+    kl_mean: float
+    """KL(reference || engine) per position, nats."""
+    kl_max: float
+    top1_agreement: float
+    """Share of positions whose most likely token is the same."""
+    bound: str
+    """What the build required, such as ``max_error <= 1e-4``."""
+
+
+class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on the build machine."""
+
+    weights: int
+    kv: int
+    kv_tokens: int
+    work: int
+    """Arena and workspace of the largest step."""
+    arena_lower_bound: int
+    """Most bytes alive at once: no arena can be smaller."""
+    free: int
+    longest_context: int
+    peak_build: int
+    """Peak anonymous memory of the building process, Python and torch included; 0: unknown."""
+
+
+class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole of ``report.json``."""
+
+    checkpoint: str
+    architecture: str
+    num_parameters: int
+    checkpoint_quants: dict[str, int]
+    """Values of each type in the checkpoint."""
+    checkpoint_bytes: int
+    engine: str
+    engine_bytes: int
+    stored: dict[str, int]
+    """Bytes of the engine's weights by type."""
+    memory: MemoryReport
+    passes: tuple[PassReport, ...]
+    tactics: tuple[TacticReport, ...]
+    candidates: int
+    quality: QualityReport | None
+    """None: the check was switched off."""
+    notes: tuple[str, ...]
+    """Automatic choices and everything that was changed, one sentence each."""
+    seconds: dict[str, float]
+    """By stage."""
+
+    def text(self) -> str:
+        """The report as the command line prints it."""
+        rows = [
+            ("checkpoint", self._checkpoint()),
+            ("memory", self._memory()),
+            ("passes", self._passes()),
+            ("tactics", self._tactics()),
+            ("quality", self._quality()),
+        ]
+        lines = [f"  {name:<11} {text}" for name, text in rows if text]
+        lines += [f"  note        {note}" for note in self.notes]
+        lines.append(f"  {self.engine}  {human_bytes(self.engine_bytes)} in {self.total_seconds:.1f} s")
+        return "\n".join(lines)
+
+    @property
+    def total_seconds(self) -> float:
+        """Wall time of the build."""
+        return sum(self.seconds.values())
+
+    def _checkpoint(self) -> str:
+        total = max(1, sum(self.checkpoint_quants.values()))
+        by_size = sorted(self.checkpoint_quants.items(), key=lambda item: -item[1])
+        quants = "+".join(q for q, n in by_size if n * 100 >= total)
+        return "  ".join(
+            (
+                self.checkpoint,
+                f"{human_count(self.num_parameters)} parameters, {quants}, "
+                f"{human_bytes(self.checkpoint_bytes)}",
+            )
+        )
+
+    def _memory(self) -> str:
+        m = self.memory
+        text = (
+            f"weights {human_bytes(m.weights)}  KV {human_bytes(m.kv)} ({m.kv_tokens} tokens)  "
+            f"work {human_bytes(m.work)}  of {human_bytes(m.free)} free"
+        )
+        return text + (f"     peak host {human_bytes(m.peak_build)}" if m.peak_build else "")
+
+    def _passes(self) -> str:
+        parts = []
+        for p in self.passes:
+            if p.changed:
+                parts.append(f"{p.name} {p.changed}")
+            parts.extend(f"{p.name} skipped {n}: {why}" for why, n in p.skipped.items())
+        return "  ".join(parts) or "none applied"
+
+    def _tactics(self) -> str:
+        ops = len({t.op for t in self.tactics})
+        missing = sorted({t.op for t in self.tactics if not t.tactic})
+        text = f"{ops} ops, {self.candidates} candidates"
+        return text + (f"; no native kernel for {', '.join(missing)}" if missing else "")
+
+    def _quality(self) -> str:
+        q = self.quality
+        if q is None:
+            return "not checked"
+        return (
+            f"top-1 agreement {q.top1_agreement:.1%}, KL {q.kl_mean:.2g} (max {q.kl_max:.2g}), "
+            f"largest error {q.max_error:.1g} over {q.positions} positions"
+        )
+
+
+def human_count(n: float) -> str:
+    """``n`` for people: "8.03 B", "135 M"."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if n >= limit:
+            value = n / limit
+            return f"{value:.2f} {unit}" if value < 10 else f"{value:.3g} {unit}"
+    return f"{n:.0f}"

@@ -1,0 +1,133 @@
+"""Streams weights from the checkpoint into the engine, one at a time.
+
+read (a view of the mapped file) -> recipe -> element type -> layout -> shard. Nothing is kept, so
+the peak is one weight and its packed copy, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pelton.dtypes import NATIVE_BLOCK_TYPES, is_dense
+from pelton.engine.shards import ShardWriter, TensorMeta
+from pelton.errors import BuildError
+from pelton.ir.evaluate import evaluate
+from pelton.ir.recipe import Recipe
+from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
+from pelton.kernels.layouts import LAYOUTS
+from pelton.models.checkpoint.base import assert_finite
+from pelton.quant.blocks import repack
+
+#: Values converted at a time, so that temporaries stay small.
+_CHUNK = 1 << 22
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSpec:
+    """One tensor of the engine: how it is made and stored."""
+
+    name: str
+    source: Recipe | npt.NDArray[np.float32]
+    """A recipe over checkpoint tensors, or the values of a constant."""
+    quant: str
+    layout: str
+    shape: tuple[int, ...]
+
+    @property
+    def meta(self) -> TensorMeta:
+        return TensorMeta(
+            name=self.name,
+            quant=self.quant,
+            layout=self.layout,
+            shape=self.shape,
+            nbytes=LAYOUTS[self.layout].nbytes(self.quant, self.shape),
+        )
+
+
+def stored_quant(quant: str, ndim: int, dtype: str) -> str:
+    """Type in which an engine stores a tensor that the checkpoint holds as ``quant``.
+
+    Vectors (norms, biases) are float32: they are small and kernels read them as such. Dense
+    matrices take the build's ``dtype``; blocks stay as they are where kernels know them.
+    """
+    if is_dense(quant):
+        return dtype if ndim > 1 else "float32"
+    return quant if quant in NATIVE_BLOCK_TYPES else "q8_0"
+
+
+def write_weights(
+    folder: Path,
+    specs: Iterable[WeightSpec],
+    read: Callable[[str], HostTensor],
+    progress: Progress,
+) -> tuple[list[tuple[Path, int, str]], list[str]]:
+    """Write all weights into shards in ``folder``.
+
+    Returns (path, bytes, sha256) of each shard and notes for the report. Raises ``CheckpointError``
+    for non-finite values.
+    """
+    specs = list(specs)
+    metas = [spec.meta for spec in specs]
+    total, done = sum(meta.nbytes for meta in metas), 0
+    notes: dict[str, list[str]] = {}
+    with ShardWriter(folder, metas) as writer:
+        for spec, meta in zip(specs, metas, strict=True):
+            tensor, note = materialise(spec, read)
+            if note:
+                notes.setdefault(note, []).append(spec.name)
+            writer.write(spec.name, LAYOUTS[spec.layout].pack(tensor))
+            del tensor
+            done += meta.nbytes
+            progress("weights", done, total)
+    return writer.files, [_summary(note, names) for note, names in notes.items()]
+
+
+def materialise(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[HostTensor, str]:
+    """The tensor in its stored type, unpacked, and a note on what was changed ("" if nothing)."""
+    if isinstance(spec.source, np.ndarray):
+        return HostTensor("float32", spec.shape, np.ascontiguousarray(spec.source, np.float32)), ""
+    tensor = evaluate(spec.source, read)
+    for name in spec.source.sources():
+        assert_finite(read(name), name)
+    if tensor.shape != spec.shape:
+        raise BuildError(f"{spec.name} has shape {tensor.shape}, and the plan expects {spec.shape}")
+    if tensor.dense:
+        return convert(tensor, spec.quant), ""
+    repacked, note = repack(tensor)
+    assert repacked.quant == spec.quant, f"{spec.name}: {repacked.quant} instead of {spec.quant}"
+    return repacked, note
+
+
+def convert(tensor: HostTensor, dtype: str) -> HostTensor:
+    """A dense tensor as ``dtype``, rounding to nearest even where it has fewer bits."""
+    if tensor.quant == dtype:
+        return tensor
+    flat = np.ascontiguousarray(tensor.data).reshape(-1)
+    out = np.empty(flat.shape, np.float32 if dtype == "float32" else np.uint16)
+    assert dtype in ("float32", "bfloat16"), f"weights are never stored as {dtype}"
+    for start in range(0, flat.size, _CHUNK):
+        part = flat[start : start + _CHUNK]
+        wide = bf16_to_f32(part) if tensor.quant == "bfloat16" else part.astype(np.float32)
+        out[start : start + _CHUNK] = wide if dtype == "float32" else f32_to_bf16(wide)
+    return HostTensor(dtype, tensor.shape, out.reshape(tensor.shape))
+
+
+def _summary(note: str, names: list[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]}: {note}"
+    return f"{names[0]} and {len(names) - 1} more: {note}"
+
+
+def stored_bytes(specs: Iterable[WeightSpec]) -> Mapping[str, int]:
+    """Bytes of the engine's weights by stored type."""
+    total: dict[str, int] = {}
+    for spec in specs:
+        total[spec.quant] = total.get(spec.quant, 0) + spec.meta.nbytes
+    return total
