@@ -45,9 +45,7 @@ def choose(
         next((t for t in options if _fits(call, t, layouts)), None)
         for call, options in zip(calls, supporting, strict=True)
     ]
-    return Choice(
-        tactics=tuple(chosen), specs=specs, layouts=layouts, candidates=sum(map(len, supporting))
-    )
+    return Choice(tactics=tuple(chosen), specs=specs, layouts=layouts, candidates=sum(map(len, supporting)))
 
 
 def node_spec(call: Call, quants: Mapping[Root, str], activations: str) -> NodeSpec:
@@ -68,7 +66,7 @@ def node_spec(call: Call, quants: Mapping[Root, str], activations: str) -> NodeS
 def _choose_layouts(
     calls: Sequence[Call], quants: Mapping[Root, str], supporting: Sequence[Sequence[Tactic]]
 ) -> dict[Root, str]:
-    scores: dict[Root, dict[str, int] | None] = {root: None for root in quants}
+    scores: dict[Root, dict[str, int] | None] = dict.fromkeys(quants)
     for call, options in zip(calls, supporting, strict=True):
         for index, value in enumerate(call.inputs):
             if value is None or value.root not in quants or not options:

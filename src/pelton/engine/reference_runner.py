@@ -18,9 +18,15 @@ from pelton.engine.plan import Instruction, Operand, Plan
 from pelton.engine.shards import Shards
 from pelton.engine.step_inputs import step_dims, step_inputs
 
+#: Unpacked weights are kept when all of them take at most this many bytes, else made at each use.
+KEEP_WEIGHTS_BYTES = 1_000_000_000
+
 
 class ReferenceRunner:
-    """Executes ``plan`` over ``caches``; weights are unpacked to float32 when first used."""
+    """Executes ``plan`` over ``caches`` with weights unpacked to float32.
+
+    Block-quantised products are computed exactly, whatever the engine's ``activations``.
+    """
 
     def __init__(self, plan: Plan, weights: Shards, caches: KVCaches, threads: int) -> None:
         import torch
@@ -33,6 +39,8 @@ class ReferenceRunner:
         self._threads = threads
         self._arena = torch.empty(plan.arena_bytes, dtype=torch.uint8)
         self._fixed: dict[int, Any] = {}
+        values = sum(int(np.prod(weights.meta[b.name].shape)) for b in plan.buffers if b.layout)
+        self._keep = 4 * values <= KEEP_WEIGHTS_BYTES
         for index, buffer in enumerate(plan.buffers):
             if buffer.kind in ("k_cache", "v_cache"):
                 cache = (caches.k if buffer.kind == "k_cache" else caches.v)[buffer.layer]
@@ -61,18 +69,14 @@ class ReferenceRunner:
         dims = step_dims(batch)
         inputs = {name: torch.from_numpy(array) for name, array in step_inputs(batch).items()}
         taken: dict[str, npt.NDArray[np.generic]] = {}
-        for operand in plan.operands:
-            if operand.name in wanted and plan.buffers[operand.buffer].kind != "arena":
-                taken[operand.name] = self._view(operand, dims, inputs).numpy().copy()
         for instruction in plan.instructions:
             results = self._call(instruction, dims, inputs)
             for index, value in zip(instruction.outputs, results, strict=True):
                 operand = plan.operands[index]
-                self._view(operand, dims, inputs).copy_(value)
-            for index in (*instruction.outputs, *instruction.inputs):
-                operand = plan.operands[index]
-                if index >= 0 and operand.name in wanted and operand.name not in taken:
-                    taken[operand.name] = self._view(operand, dims, inputs).numpy().copy()
+                view = self._view(operand, dims, inputs)
+                view.copy_(value)
+                if operand.name in wanted:
+                    taken[operand.name] = view.numpy().copy()
         logits = self._view(plan.operands[plan.logits], dims, inputs).numpy()
         return StepResult(logits_NV=logits, outputs=taken)
 
@@ -114,8 +118,15 @@ class ReferenceRunner:
             buffer = self._plan.buffers[index]
             meta = self._weights.meta[buffer.name]
             values = LAYOUTS[meta.layout].unpack(self._weights[buffer.name], meta.quant, meta.shape)
-            self._fixed[index] = self._torch.from_numpy(np.ascontiguousarray(values)).reshape(-1)
+            flat = self._torch.from_numpy(np.ascontiguousarray(values)).reshape(-1)
+            if not self._keep:
+                return flat
+            self._fixed[index] = flat
         return self._fixed[index]
+
+    def close(self) -> None:
+        """Free what the runner holds."""
+        self._fixed.clear()
 
 
 def _argument_order(torch_op: Any) -> list[tuple[str, bool, Any]]:

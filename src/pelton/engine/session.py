@@ -27,6 +27,8 @@ class Runner(Protocol):
 
     def run(self, batch: InputBatch, outputs: Sequence[str]) -> StepResult: ...
 
+    def close(self) -> None: ...
+
 
 class Session:
     """An engine with its KV cache, ready to run steps (a ``ModelSession``).
@@ -56,7 +58,8 @@ class Session:
         self.threads = _resolve_threads(self.config, threads)
         self.num_blocks = resolve_num_blocks(self.config, kv_blocks)
         self._checker = BatchChecker(self.config, self.num_blocks, self.engine.plan.dims["N"])
-        self._names = frozenset(operand.name for operand in self.engine.plan.operands)
+        plan = self.engine.plan
+        self._names = frozenset(plan.operands[o].name for i in plan.instructions for o in i.outputs)
         self._caches = allocate(self.config, self.num_blocks)
         self._runner: Runner | None
         self.runner_name, self._runner = self._make_runner(runner)
@@ -64,7 +67,8 @@ class Session:
     def run(self, batch: InputBatch, outputs: Sequence[str] = ()) -> StepResult:
         """Compute one step and write its KV.
 
-        ``outputs`` names intermediate tensors (``Operand.name``) to return besides the logits.
+        ``outputs`` names intermediate tensors (the outputs of the plan's instructions) to return
+        besides the logits.
         Raises ``ValueError`` when ``batch`` breaks the contract or a name is unknown; the KV cache
         is then untouched. The result's arrays are valid until the next run.
         """
@@ -78,6 +82,8 @@ class Session:
 
     def close(self) -> None:
         """Free the KV cache and the runner; idempotent."""
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None
         self._caches = KVCaches({}, {}, self.num_blocks)
 
@@ -91,7 +97,7 @@ class Session:
         if name not in ("auto", "native", "reference"):
             raise ConfigError(f"unknown runner {name!r} (known: auto, native, reference)")
         if name != "reference":
-            reason = native_runner.unavailable()
+            reason = native_runner.unavailable(self.engine.plan)
             if reason is None:
                 native = native_runner.NativeRunner(
                     self.engine.plan, self.engine.weights, self._caches, self.threads

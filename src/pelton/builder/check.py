@@ -1,0 +1,75 @@
+"""The last step of a build: the engine's logits against the eager reference model's.
+
+Both get the same fresh random steps: a prefill, then a decode batched with another prefill, over a
+shuffled block pool. Where nothing was rounded (float32 activations, weights stored as the checkpoint
+has them) the logits must agree to rounding error; else they are held by KL divergence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pelton.builder.eager import EagerReference
+from pelton.builder.report import QualityReport
+from pelton.engine.batch import InputBatch
+from pelton.engine.session import Session
+from pelton.errors import BuildError
+
+#: Largest error relative to the largest logit when nothing was rounded, by type of the KV cache. The
+#: 16-bit ones may round a value that differs in its last float32 bit to the neighbouring number.
+MAX_ERROR = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}
+#: Largest mean KL divergence, nats, when weights or activations were rounded.
+MAX_KL = 0.05
+
+Float32 = npt.NDArray[np.float32]
+
+
+def compare(reference: Float32, engine: Float32) -> dict[str, Any]:
+    """The fields of a ``QualityReport`` that logits (N, V) determine."""
+    error = float(np.abs(reference - engine).max() / np.abs(reference).max())
+    log_p, log_q = _log_softmax(reference), _log_softmax(engine)
+    kl = np.maximum(0.0, (np.exp(log_p) * (log_p - log_q)).sum(-1))
+    same = reference.argmax(-1) == engine.argmax(-1)
+    return {
+        "positions": len(reference),
+        "max_error": error if np.isfinite(error) else float("inf"),
+        "kl_mean": float(kl.mean()),
+        "kl_max": float(kl.max()),
+        "top1_agreement": float(same.mean()),
+    }
+
+
+def check_engine(
+    session: Session, reference: EagerReference, steps: Sequence[InputBatch], *, exact: bool
+) -> QualityReport:
+    """Run ``steps`` on both and compare. Raises ``BuildError`` beyond the bound.
+
+    ``exact``: the engine computes the same values in the same types as the reference.
+    """
+    pairs = [(reference.run(step), session.run(step).logits_NV.copy()) for step in steps]
+    found = compare(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
+    kv_dtype = session.config.build.kv_dtype
+    assert kv_dtype is not None
+    if exact:
+        name, value, bound = "max_error", found["max_error"], MAX_ERROR[kv_dtype]
+    else:
+        name, value, bound = "kl_mean", found["kl_mean"], MAX_KL
+    # Written so that NaN fails.
+    if not value <= bound:
+        raise BuildError(
+            f"the engine's logits differ from the model's: {name} {value:.2g} is beyond {bound:.0e} "
+            f"({session.runner_name} runner, {found['positions']} positions, top-1 agreement "
+            f"{found['top1_agreement']:.1%}); this is a defect of Pelton: please report it"
+        )
+    return QualityReport(runner=session.runner_name, bound=f"{name} <= {bound:.0e}", **found)
+
+
+def _log_softmax(logits: Float32) -> npt.NDArray[np.float64]:
+    x = logits.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    result: npt.NDArray[np.float64] = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    return result

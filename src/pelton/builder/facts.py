@@ -1,0 +1,134 @@
+"""What a build reads off a checkpoint and its model before anything is computed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pelton import nn
+from pelton.builder.resolve import CheckpointFacts
+from pelton.engine.config import KVGroup, ModelConfig
+from pelton.ir.recipe import AddScalar, Concat, PermuteRows, Recipe, Rows, Source, Transpose, add_scalar
+from pelton.models.checkpoint.base import Checkpoint
+
+#: Sampling defaults that are passed on to the runtime.
+_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def checkpoint_facts(checkpoint: Checkpoint, model: nn.CausalLM) -> CheckpointFacts:
+    """What resolving a ``BuildConfig`` depends on."""
+    matrices: dict[str, int] = {}
+    for info in checkpoint.tensors.values():
+        if len(info.shape) > 1:
+            quant = _read_quant(info.quant)
+            matrices[quant] = matrices.get(quant, 0) + math.prod(info.shape)
+    return CheckpointFacts(
+        max_position_embeddings=model.max_position_embeddings, matrix_elements=matrices
+    )
+
+
+def quant_elements(checkpoint: Checkpoint) -> dict[str, int]:
+    """Number of values by type as stored in the checkpoint."""
+    found: dict[str, int] = {}
+    for info in checkpoint.tensors.values():
+        found[info.quant] = found.get(info.quant, 0) + math.prod(info.shape)
+    return found
+
+
+def _read_quant(quant: str) -> str:
+    """The type that ``Checkpoint.read`` gives: unknown block types come dequantised."""
+    from pelton.dtypes import BLOCK_TYPES, is_dense
+
+    return quant if is_dense(quant) or quant in BLOCK_TYPES else "float32"
+
+
+def model_recipes(model: nn.CausalLM, source: Callable[[str], Recipe]) -> dict[str, Recipe]:
+    """Recipe of every parameter over what ``Checkpoint.read`` gives (``source``: ``Checkpoint.source``)."""
+    return {name: resolve_sources(recipe, source) for name, recipe in nn.collect_recipes(model).items()}
+
+
+def resolve_sources(recipe: Recipe, source: Callable[[str], Recipe]) -> Recipe:
+    """``recipe`` with every Hugging Face tensor replaced by how the checkpoint makes it.
+
+    What a model does and a file format undoes folds away exactly.
+    """
+    match recipe:
+        case Source(name):
+            return source(name)
+        case Concat(parts):
+            return Concat(tuple(resolve_sources(part, source) for part in parts))
+        case Rows(base, start, stop):
+            return Rows(resolve_sources(base, source), start, stop)
+        case PermuteRows(base, heads, inner):
+            return PermuteRows(resolve_sources(base, source), heads, inner)
+        case AddScalar(base, value):
+            return add_scalar(resolve_sources(base, source), value)
+        case Transpose(base):
+            inner_recipe = resolve_sources(base, source)
+            return inner_recipe.base if isinstance(inner_recipe, Transpose) else Transpose(inner_recipe)
+    raise AssertionError(f"unknown recipe {type(recipe).__name__}")
+
+
+def expected_tensors(model: nn.CausalLM) -> dict[str, tuple[int, ...]]:
+    """Hugging Face tensors that the (not yet rewritten) model reads, with their shapes."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, recipe in nn.collect_recipes(model).items():
+        shape = tuple(model.get_parameter(name).shape)
+        while not isinstance(recipe, Source):
+            assert isinstance(recipe, AddScalar | PermuteRows | Transpose), f"{name}: {recipe}"
+            shape = shape[::-1] if isinstance(recipe, Transpose) else shape
+            recipe = recipe.base
+        expected[recipe.name] = shape
+    return expected
+
+
+def tied_head(model: nn.CausalLM) -> tuple[str, str] | None:
+    """(name, name of the parameter it is tied to) of a shared parameter, if there is one."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            return name, first[id(parameter)]
+        first[id(parameter)] = name
+    return None
+
+
+def model_config(checkpoint: Checkpoint, model: nn.CausalLM, architecture: str, tokenizer: Path) -> ModelConfig:
+    """The runtime's view of the model; ``tokenizer``: the engine's tokenizer folder, written."""
+    special = _read_json(tokenizer / "special_tokens.json")
+    config, generation = checkpoint.config, checkpoint.generation_config
+    eos: dict[int, None] = {}
+    for value in (config.get("eos_token_id"), generation.get("eos_token_id"), special.get("eos_token_ids")):
+        eos.update(dict.fromkeys(_ids(value)))
+    bos = special.get("bos_token_id", config.get("bos_token_id"))
+    return ModelConfig(
+        architecture=architecture,
+        name=checkpoint.name,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        num_parameters=sum(math.prod(p.shape) for p in model.parameters()),
+        max_position_embeddings=model.max_position_embeddings,
+        kv_groups=tuple(
+            KVGroup(layers=g.layers, num_kv_heads=g.num_kv_heads, head_dim=g.head_dim, window=g.window)
+            for g in model.kv_groups()
+        ),
+        bos_token_id=bos if isinstance(bos, int) else None,
+        eos_token_ids=tuple(eos),
+        generation={k: generation[k] for k in _GENERATION if isinstance(generation.get(k), int | float)},
+    )
+
+
+def _ids(value: Any) -> Iterable[int]:
+    if isinstance(value, int):
+        return (value,)
+    return tuple(v for v in value if isinstance(v, int)) if isinstance(value, list | tuple) else ()
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        return {}
+    found: Mapping[str, Any] = json.loads(path.read_text())
+    return found

@@ -1,0 +1,74 @@
+"""Steps made by hand: what the check and the tests feed to engines, without a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pelton.engine.batch import AttentionMetadata, InputBatch
+from pelton.engine.config import EngineConfig
+from pelton.engine.kv_cache import sequence_blocks
+
+#: Prompt lengths of the check: more than a block, and not a multiple of one.
+_PREFILLS = (48, 17)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Tokens of one sequence in a step, after ``start`` earlier ones; ``blocks``: its block table."""
+
+    tokens: npt.NDArray[np.int32]
+    start: int
+    blocks: npt.NDArray[np.int32]
+
+
+def make_batch(
+    pieces: Sequence[Piece], config: EngineConfig, logits: Sequence[int] | None = None
+) -> InputBatch:
+    """The step of ``pieces``, the same blocks in every KV group; ``logits``: rows (default: all)."""
+    block_size = config.build.block_size
+    assert block_size is not None
+    positions = [np.arange(p.start, p.start + p.tokens.size, dtype=np.int32) for p in pieces]
+    slots = [
+        p.blocks[pos // block_size] * block_size + pos % block_size
+        for p, pos in zip(pieces, positions, strict=True)
+    ]
+    table = np.zeros((len(pieces), sequence_blocks(config)), np.int32)
+    for row, piece in zip(table, pieces, strict=True):
+        row[: piece.blocks.size] = piece.blocks
+    lengths = np.array([p.tokens.size for p in pieces])
+    group = AttentionMetadata(
+        slot_mapping_T=np.concatenate(slots).astype(np.int32),
+        block_table_BM=table,
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        seq_lens_B=np.array([p.start + p.tokens.size for p in pieces], np.int32),
+    )
+    rows = range(int(lengths.sum())) if logits is None else logits
+    return InputBatch(
+        input_ids_T=np.concatenate([p.tokens for p in pieces]).astype(np.int32),
+        positions_T=np.concatenate(positions),
+        groups=(group,) * len(config.model.kv_groups),
+        logits_indices_N=np.array(rows, np.int32),
+    )
+
+
+def probe_steps(config: EngineConfig, seed: int) -> tuple[list[InputBatch], int]:
+    """The check's steps, and the number of KV blocks they use."""
+    build, rng = config.build, np.random.default_rng(seed)
+    assert build.block_size and build.max_seq_len and build.max_num_tokens and build.max_batch_size
+    longest = min(build.max_seq_len - 1, build.max_num_tokens)
+    first, second = (min(n, longest) for n in _PREFILLS)
+    second = min(second, build.max_num_tokens - 1) if build.max_batch_size > 1 else 0
+    need = [-(-n // build.block_size) for n in (first + 1, second)]
+    pool = rng.permutation(sum(need) + 2).astype(np.int32)
+    blocks = (pool[: need[0]], pool[need[0] : need[0] + need[1]])
+    tokens = rng.integers(0, config.model.vocab_size, first + 1 + second, dtype=np.int32)
+    prefill = Piece(tokens=tokens[:first], start=0, blocks=blocks[0])
+    decode = Piece(tokens=tokens[first : first + 1], start=first, blocks=blocks[0])
+    pieces = [decode]
+    if second:
+        pieces.append(Piece(tokens=tokens[first + 1 :], start=0, blocks=blocks[1]))
+    return [make_batch([prefill], config), make_batch(pieces, config)], pool.size
