@@ -35,6 +35,14 @@ class Budget:
     def work(self) -> int:
         return self.memory.arena + self.memory.workspace
 
+    def text(self) -> str:
+        """The budget in a sentence, for before anything is allocated."""
+        return (
+            f"needs weights {human_bytes(self.memory.weights)}, KV {human_bytes(self.kv_bytes)} "
+            f"({self.kv_tokens} tokens), work {human_bytes(self.work)} of {human_bytes(self.free)} free; "
+            f"one sequence of up to {self.longest_context} tokens would fit"
+        )
+
     def notes(self) -> list[str]:
         """Sentences for the report."""
         if self.kv_tokens == self.wanted_kv_tokens:

@@ -2,51 +2,173 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from pelton import nn
 from pelton.builder.budget import Budget, kv_bytes_per_token, plan_budget
-from pelton.builder.calls import Program, Root, extract
 from pelton.builder.check import check_engine
+from pelton.builder.clock import Clock, Progress
+from pelton.builder.compile import Compiled, compile_model
 from pelton.builder.directory import check_output, engine_directory
 from pelton.builder.eager import EagerReference
-from pelton.builder.facts import (
-    checkpoint_facts,
-    expected_tensors,
-    model_config,
-    model_recipes,
-    quant_elements,
-    tied_head,
-)
-from pelton.builder.lower import arena_lower_bound, lower
+from pelton.builder.facts import model_config, model_recipes, quant_elements
+from pelton.builder.lower import arena_lower_bound
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
-from pelton.builder.report import BuildReport, MemoryReport, PassReport, QualityReport, TacticReport
-from pelton.builder.resolve import resolve
-from pelton.builder.tactics import Choice, choose
-from pelton.builder.trace import trace
-from pelton.builder.weights import WeightSpec, stored_bytes, stored_quant, write_weights
-from pelton.dtypes import is_dense
+from pelton.builder.report import BuildReport, MemoryReport, QualityReport, TacticReport
+from pelton.builder.weights import stored_bytes, write_weights
 from pelton.engine.artifact import FORMAT_VERSION, NATIVE_ABI, TARGET, FileEntry, Manifest, file_sha256
 from pelton.engine.config import BuildConfig, EngineConfig, MemoryPlan
-from pelton.engine.plan import Plan
 from pelton.engine.session import Session
-from pelton.ir.evaluate import infer_quant
-from pelton.ir.graph import Graph
-from pelton.ir.recipe import Recipe
-from pelton.kernels.tactic import all_tactics
-from pelton.models.checkpoint import open_checkpoint
-from pelton.models.checkpoint.base import Checkpoint, check_tensors
-from pelton.models.registry import architecture_of, create_model
-from pelton.passes import GRAPH_PASSES, MODEL_PASSES, PassContext, run_graph_passes, run_model_passes
+from pelton.models.checkpoint import Checkpoint, open_checkpoint
+from pelton.models.registry import create_model
 from pelton.version import __version__
 
-#: ``progress(stage, done, total)``: ``total`` is 0 where it is not known.
-Progress = Callable[[str, int, int], None]
+
+def build(
+    checkpoint: str | Path | Checkpoint,
+    config: BuildConfig | None = None,
+    *,
+    output: str | Path,
+    progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+    check: bool = True,
+) -> BuildReport:
+    """Build the engine of ``checkpoint`` (a Hugging Face folder or GGUF file) in ``output``.
+
+    ``notify`` gets the memory budget and every automatic choice, a sentence each, before weights are
+    read. ``check=False`` leaves out the comparison with the reference model. An engine at ``output``
+    is replaced; anything else there is refused.
+
+    Raises ``CheckpointError``, ``ConfigError`` (a setting, or not enough memory) or ``BuildError``
+    (the engine's results are wrong); ``output`` is then as it was.
+    """
+    output = Path(output)
+    replaced = check_output(output)
+    clock = Clock(progress or (lambda stage, done, total: None))
+    with PeakMemory() as peak:
+        with clock("open"):
+            opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+            compiled = compile_model(opened, config or BuildConfig(), clock)
+        with engine_directory(output) as folder:
+            with clock("tokenizer"):
+                (folder / "tokenizer").mkdir()
+                opened.write_tokenizer(folder / "tokenizer")
+            engine_config = _engine_config(opened, compiled, folder / "tokenizer")
+            budget = plan_budget(engine_config)
+            notes = [*compiled.notes, *budget.notes()]
+            if replaced:
+                notes.append(f"{output.name} existed and is replaced")
+            for sentence in (budget.text(), *notes) if notify else ():
+                notify(sentence)
+            with clock("weights"):
+                shards, changes = write_weights(
+                    folder / "weights", compiled.weights, opened.read, clock.progress
+                )
+            _write(folder / "config.json", engine_config)
+            _write(folder / "plan.json", compiled.plan)
+            hashes = {path: sha256 for path, _, sha256 in shards}
+            quality = None
+            if check:
+                _write_manifest(folder, hashes)
+                with clock("check"):
+                    quality = _check(folder, opened, compiled, engine_config)
+            report = BuildReport(
+                checkpoint=opened.name,
+                architecture=compiled.architecture,
+                num_parameters=engine_config.model.num_parameters,
+                checkpoint_quants=quant_elements(opened),
+                checkpoint_bytes=sum(info.nbytes for info in opened.tensors.values()),
+                engine=output.name,
+                engine_bytes=_size(folder),
+                stored=stored_bytes(compiled.weights),
+                memory=_memory_report(budget, compiled, peak.peak),
+                passes=compiled.passes,
+                tactics=_tactic_reports(compiled),
+                candidates=compiled.choice.candidates,
+                quality=quality,
+                notes=(*notes, *changes),
+                seconds=clock.seconds,
+            )
+            _write(folder / "report.json", report)
+            _write_manifest(folder, hashes)
+    return report
+
+
+def _engine_config(checkpoint: Checkpoint, compiled: Compiled, tokenizer: Path) -> EngineConfig:
+    model = model_config(checkpoint, compiled.model, compiled.architecture, tokenizer)
+    kv_dtype = compiled.config.kv_dtype
+    assert kv_dtype is not None
+    return EngineConfig(
+        model=model,
+        build=compiled.config,
+        memory=MemoryPlan(
+            weights=sum(spec.meta.nbytes for spec in compiled.weights),
+            arena=compiled.plan.arena_bytes,
+            workspace=compiled.plan.workspace_bytes,
+            kv_bytes_per_token=kv_bytes_per_token(model.kv_groups, kv_dtype),
+        ),
+    )
+
+
+def _check(folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: EngineConfig) -> QualityReport:
+    """Compare the written engine with a fresh model that no pass has touched."""
+    max_seq_len = compiled.config.max_seq_len
+    assert max_seq_len is not None
+    steps, blocks = probe_steps(config, seed=len(compiled.weights))
+    model = create_model(checkpoint.config, max_seq_len=max_seq_len)
+    recipes = model_recipes(model, checkpoint.source)
+    reference = EagerReference(model, recipes, checkpoint.read, config, blocks)
+    with Session(folder, kv_blocks=blocks) as session:
+        return check_engine(session, reference, steps, exact=compiled.exact)
+
+
+def _memory_report(budget: Budget, compiled: Compiled, peak: int) -> MemoryReport:
+    return MemoryReport(
+        weights=budget.memory.weights,
+        kv=budget.kv_bytes,
+        kv_tokens=budget.kv_tokens,
+        work=budget.work,
+        arena_lower_bound=arena_lower_bound(compiled.program, compiled.plan.dims),
+        free=budget.free,
+        longest_context=budget.longest_context,
+        peak_build=peak,
+    )
+
+
+def _tactic_reports(compiled: Compiled) -> tuple[TacticReport, ...]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for call, tactic in zip(compiled.program.calls, compiled.choice.tactics, strict=True):
+        counts[call.op.name, tactic.name if tactic else ""] += 1
+    return tuple(TacticReport(op=op, tactic=name, calls=n) for (op, name), n in sorted(counts.items()))
+
+
+def _write(path: Path, value: msgspec.Struct) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1))
+
+
+def _size(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def _write_manifest(folder: Path, hashes: dict[Path, str]) -> None:
+    """``manifest.json`` over every other file; ``hashes`` of the weight shards are known already."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json")
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        pelton_version=__version__,
+        native_abi=NATIVE_ABI,
+        target=TARGET,
+        files=tuple(
+            FileEntry(
+                path=path.relative_to(folder).as_posix(),
+                nbytes=path.stat().st_size,
+                sha256=hashes.get(path) or file_sha256(path),
+            )
+            for path in files
+        ),
+    )
+    _write(folder / "manifest.json", manifest)

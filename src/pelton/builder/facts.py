@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pelton import nn
 from pelton.builder.resolve import CheckpointFacts
+from pelton.dtypes import BLOCK_TYPES, is_dense
 from pelton.engine.config import KVGroup, ModelConfig
-from pelton.ir.recipe import AddScalar, Concat, PermuteRows, Recipe, Rows, Source, Transpose, add_scalar
-from pelton.models.checkpoint.base import Checkpoint
+from pelton.ir.recipe import (
+    AddScalar,
+    Concat,
+    PermuteRows,
+    Recipe,
+    Rows,
+    Source,
+    Transpose,
+    add_scalar,
+    transpose,
+)
+from pelton.models.checkpoint import Checkpoint, TensorInfo
 
 #: Sampling defaults that are passed on to the runtime.
 _GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -21,13 +33,10 @@ _GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 def checkpoint_facts(checkpoint: Checkpoint, model: nn.CausalLM) -> CheckpointFacts:
     """What resolving a ``BuildConfig`` depends on."""
     matrices: dict[str, int] = {}
-    for info in checkpoint.tensors.values():
+    for info in readable(checkpoint).values():
         if len(info.shape) > 1:
-            quant = _read_quant(info.quant)
-            matrices[quant] = matrices.get(quant, 0) + math.prod(info.shape)
-    return CheckpointFacts(
-        max_position_embeddings=model.max_position_embeddings, matrix_elements=matrices
-    )
+            matrices[info.quant] = matrices.get(info.quant, 0) + math.prod(info.shape)
+    return CheckpointFacts(max_position_embeddings=model.max_position_embeddings, matrix_elements=matrices)
 
 
 def quant_elements(checkpoint: Checkpoint) -> dict[str, int]:
@@ -38,10 +47,13 @@ def quant_elements(checkpoint: Checkpoint) -> dict[str, int]:
     return found
 
 
-def _read_quant(quant: str) -> str:
-    """The type that ``Checkpoint.read`` gives: unknown block types come dequantised."""
-    from pelton.dtypes import BLOCK_TYPES, is_dense
+def readable(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """The checkpoint's tensors with the type that ``Checkpoint.read`` gives."""
+    return {n: replace(info, quant=_read_quant(info.quant)) for n, info in checkpoint.tensors.items()}
 
+
+def _read_quant(quant: str) -> str:
+    """Block types that Pelton does not have come dequantised."""
     return quant if is_dense(quant) or quant in BLOCK_TYPES else "float32"
 
 
@@ -67,8 +79,7 @@ def resolve_sources(recipe: Recipe, source: Callable[[str], Recipe]) -> Recipe:
         case AddScalar(base, value):
             return add_scalar(resolve_sources(base, source), value)
         case Transpose(base):
-            inner_recipe = resolve_sources(base, source)
-            return inner_recipe.base if isinstance(inner_recipe, Transpose) else Transpose(inner_recipe)
+            return transpose(resolve_sources(base, source))
     raise AssertionError(f"unknown recipe {type(recipe).__name__}")
 
 
@@ -95,7 +106,9 @@ def tied_head(model: nn.CausalLM) -> tuple[str, str] | None:
     return None
 
 
-def model_config(checkpoint: Checkpoint, model: nn.CausalLM, architecture: str, tokenizer: Path) -> ModelConfig:
+def model_config(
+    checkpoint: Checkpoint, model: nn.CausalLM, architecture: str, tokenizer: Path
+) -> ModelConfig:
     """The runtime's view of the model; ``tokenizer``: the engine's tokenizer folder, written."""
     special = _read_json(tokenizer / "special_tokens.json")
     config, generation = checkpoint.config, checkpoint.generation_config

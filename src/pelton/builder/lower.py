@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pelton.builder.calls import Call, Program, Root, Value
-from pelton.builder.memory import Lifetime, plan_arena
+from pelton.builder.memory import Lifetime, lower_bound, plan_arena
 from pelton.builder.tactics import ROWS, Choice
 from pelton.dtypes import ITEMSIZE, is_dense
 from pelton.engine.plan import Buffer, BufferKind, Instruction, Operand, Plan, TacticChoice
@@ -123,8 +123,19 @@ def root_bytes(root: Root, dims: Mapping[str, int]) -> int:
     return total
 
 
+def arena_lower_bound(program: Program, dims: Mapping[str, int]) -> int:
+    """Most bytes of intermediate tensors alive at once."""
+    return lower_bound(_lifetimes(program, dims)[1])
+
+
 def _place(program: Program, dims: Mapping[str, int]) -> tuple[dict[Root, int], int]:
-    """Arena offsets: a root is alive from the call that makes it to the last use of any view of it."""
+    roots, lifetimes = _lifetimes(program, dims)
+    offsets, total = plan_arena(lifetimes)
+    return dict(zip(roots, offsets, strict=True)), total
+
+
+def _lifetimes(program: Program, dims: Mapping[str, int]) -> tuple[list[Root], list[Lifetime]]:
+    """A root is alive from the call that makes it to the last use of any view of it."""
     first: dict[Root, int] = {}
     last: dict[Root, int] = {}
     for i, call in enumerate(program.calls):
@@ -133,9 +144,7 @@ def _place(program: Program, dims: Mapping[str, int]) -> tuple[dict[Root, int], 
             last[root] = i
     last[program.logits.root] = len(program.calls)
     roots = list(first)
-    lifetimes = [Lifetime(root_bytes(root, dims), first[root], last[root]) for root in roots]
-    offsets, total = plan_arena(lifetimes)
-    return dict(zip(roots, offsets, strict=True)), total
+    return roots, [Lifetime(root_bytes(root, dims), first[root], last[root]) for root in roots]
 
 
 def _arena_roots(call: Call) -> list[Root]:

@@ -6,13 +6,14 @@ the peak is one weight and its packed copy, whatever the model's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from pelton.builder.clock import Progress
 from pelton.dtypes import NATIVE_BLOCK_TYPES, is_dense
 from pelton.engine.shards import ShardWriter, TensorMeta
 from pelton.errors import BuildError
@@ -20,13 +21,11 @@ from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
 from pelton.kernels.layouts import LAYOUTS
-from pelton.models.checkpoint.base import assert_finite
+from pelton.models.checkpoint import assert_finite
 from pelton.quant.blocks import repack
 
 #: Values converted at a time, so that temporaries stay small.
 _CHUNK = 1 << 22
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,11 @@ class WeightSpec:
     quant: str
     layout: str
     shape: tuple[int, ...]
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the values are block-quantised."""
+        return not is_dense(self.quant)
 
     @property
     def meta(self) -> TensorMeta:
@@ -60,6 +64,13 @@ def stored_quant(quant: str, ndim: int, dtype: str) -> str:
     if is_dense(quant):
         return dtype if ndim > 1 else "float32"
     return quant if quant in NATIVE_BLOCK_TYPES else "q8_0"
+
+
+def is_rounded(quant: str, stored: str) -> bool:
+    """Whether storing ``quant`` as ``stored`` may lose bits."""
+    if quant == stored or (is_dense(quant) and stored == "float32"):
+        return False
+    return (quant, stored) != ("q5_0", "q8_0")
 
 
 def write_weights(
@@ -125,7 +136,7 @@ def _summary(note: str, names: list[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more: {note}"
 
 
-def stored_bytes(specs: Iterable[WeightSpec]) -> Mapping[str, int]:
+def stored_bytes(specs: Iterable[WeightSpec]) -> dict[str, int]:
     """Bytes of the engine's weights by stored type."""
     total: dict[str, int] = {}
     for spec in specs:

@@ -1,0 +1,151 @@
+"""From a checkpoint to a plan: everything of a build that reads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pelton import nn
+from pelton.builder.calls import Program, Root, extract
+from pelton.builder.clock import Clock
+from pelton.builder.facts import checkpoint_facts, expected_tensors, model_recipes, readable, tied_head
+from pelton.builder.lower import lower
+from pelton.builder.report import PassReport
+from pelton.builder.resolve import resolve
+from pelton.builder.tactics import Choice, choose
+from pelton.builder.trace import trace
+from pelton.builder.weights import WeightSpec, is_rounded, stored_quant
+from pelton.engine.config import BuildConfig
+from pelton.engine.plan import Plan
+from pelton.ir.evaluate import TensorLike, infer_quant
+from pelton.ir.graph import Graph
+from pelton.ir.recipe import Recipe
+from pelton.kernels.tactic import all_tactics
+from pelton.models.checkpoint import Checkpoint, check_tensors
+from pelton.models.registry import architecture_of, create_model
+from pelton.passes import GRAPH_PASSES, MODEL_PASSES, PassContext, run_graph_passes, run_model_passes
+from pelton.passes import PassReport as PassOutcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A model turned into a plan; no weight has been read."""
+
+    config: BuildConfig
+    """Resolved."""
+    architecture: str
+    model: nn.CausalLM
+    """After the model passes."""
+    plan: Plan
+    program: Program
+    choice: Choice
+    weights: tuple[WeightSpec, ...]
+    """In the plan's order."""
+    passes: tuple[PassReport, ...]
+    notes: tuple[str, ...]
+    rounded: bool
+    """Some weight is stored with fewer bits than the checkpoint has."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the engine computes the checkpoint's own values in float32."""
+        blocks = any(spec.blocks for spec in self.weights)
+        return not self.rounded and not (blocks and self.config.activations != "float32")
+
+
+def compile_model(checkpoint: Checkpoint, wanted: BuildConfig, clock: Clock) -> Compiled:
+    """Resolve ``wanted``, make the model, run passes, trace, choose tactics, plan memory.
+
+    Raises ``ConfigError``, ``CheckpointError`` or ``BuildError``.
+    """
+    # The model's limits are needed to resolve the settings that the model is made with.
+    draft = create_model(checkpoint.config, max_seq_len=wanted.max_seq_len or 2)
+    config, notes = resolve(wanted, checkpoint_facts(checkpoint, draft))
+    assert config.max_seq_len and config.block_size and config.kv_dtype and config.activations
+    assert config.max_num_tokens and config.max_batch_size and config.dtype
+    model = create_model(checkpoint.config, max_seq_len=config.max_seq_len)
+    notes += check_tensors(expected_tensors(model), checkpoint, tied_head=tied_head(model))
+    notes += [f"{info.name}: {info.note}" for info in checkpoint.tensors.values() if info.note]
+    notes += [f"config.json: {key} is not known and has no effect" for key in model.ignored_options]
+    infos = readable(checkpoint)
+    context = PassContext(quant_of=lambda name: infer_quant(checkpoint.source(name), infos))
+    outcomes = run_model_passes(MODEL_PASSES, model, context)
+    with clock("trace"):
+        graph = trace(
+            model, max_seq_len=config.max_seq_len, block_size=config.block_size, kv_dtype=config.kv_dtype
+        )
+    with clock("plan"):
+        outcomes += run_graph_passes(GRAPH_PASSES, graph, context)
+        program = extract(graph)
+        sources = _sources(graph, program, model_recipes(model, checkpoint.source))
+        quants = {root: _quant(root, source, infos, config.dtype) for root, source in sources.items()}
+        choice = choose(program.calls, quants, all_tactics(), config.activations)
+        dims = {"T": config.max_num_tokens, "B": config.max_batch_size, "N": config.max_num_tokens}
+        plan = lower(program, choice, quants, dims)
+    return Compiled(
+        config=config,
+        architecture=architecture_of(checkpoint.config),
+        model=model,
+        plan=plan,
+        program=program,
+        choice=choice,
+        weights=tuple(_specs(plan, sources)),
+        passes=tuple(_pass_report(o) for o in outcomes),
+        notes=tuple(notes),
+        rounded=any(
+            is_rounded(infer_quant(source, infos), quants[root])
+            for root, source in sources.items()
+            if isinstance(source, Recipe)
+        ),
+    )
+
+
+Source = Recipe | npt.NDArray[np.float32]
+
+
+def _sources(graph: Graph, program: Program, recipes: Mapping[str, Recipe]) -> dict[Root, Source]:
+    """How each weight and constant that some call uses is made."""
+    found: dict[Root, Source] = {}
+    for call in program.calls:
+        for value in call.inputs:
+            if value is None or value.root.source is None or value.root in found:
+                continue
+            if value.root.source.kind == "weight":
+                found[value.root] = recipes[value.root.name]
+            elif value.root.source.kind == "constant":
+                found[value.root] = graph.constants[value.root.name].float().numpy()
+    return found
+
+
+def _quant(root: Root, source: Source, infos: Mapping[str, TensorLike], dtype: str) -> str:
+    if not isinstance(source, Recipe):
+        return "float32"
+    return stored_quant(infer_quant(source, infos), len(root.shape), dtype)
+
+
+def _specs(plan: Plan, sources: Mapping[Root, Source]) -> list[WeightSpec]:
+    by_name = {root.name: source for root, source in sources.items()}
+    specs = []
+    for buffer in plan.buffers:
+        if buffer.kind in ("weight", "constant"):
+            shape = tuple(d for d in buffer.shape if isinstance(d, int))
+            specs.append(
+                WeightSpec(
+                    name=buffer.name,
+                    source=by_name[buffer.name],
+                    quant=buffer.quant,
+                    layout=buffer.layout,
+                    shape=shape,
+                )
+            )
+    return specs
+
+
+def _pass_report(outcome: PassOutcome) -> PassReport:
+    skipped: dict[str, int] = {}
+    for _, why in outcome.skipped:
+        skipped[why] = skipped.get(why, 0) + 1
+    return PassReport(name=outcome.name, matched=outcome.matched, changed=outcome.changed, skipped=skipped)
