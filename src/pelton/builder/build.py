@@ -20,6 +20,7 @@ from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
 from pelton.builder.report import BuildReport, MemoryReport, QualityReport, TacticReport
 from pelton.builder.weights import stored_bytes, write_weights
+from pelton.engine import native_runner
 from pelton.engine.artifact import FORMAT_VERSION, NATIVE_ABI, TARGET, FileEntry, Manifest, file_sha256
 from pelton.engine.config import BuildConfig, EngineConfig, MemoryPlan
 from pelton.engine.session import Session
@@ -47,6 +48,7 @@ def build(
     (the engine's results are wrong); ``output`` is then as it was.
     """
     output = Path(output)
+    say = notify or (lambda text: None)
     replaced = check_output(output)
     clock = Clock(progress or (lambda stage, done, total: None))
     with PeakMemory() as peak:
@@ -62,8 +64,8 @@ def build(
             notes = [*compiled.notes, *budget.notes()]
             if replaced:
                 notes.append(f"{output.name} existed and is replaced")
-            for sentence in (budget.text(), *notes) if notify else ():
-                notify(sentence)
+            for sentence in (budget.text(), *notes):
+                say(sentence)
             with clock("weights"):
                 shards, changes = write_weights(
                     folder / "weights", compiled.weights, opened.read, clock.progress
@@ -71,6 +73,8 @@ def build(
             _write(folder / "config.json", engine_config)
             _write(folder / "plan.json", compiled.plan)
             hashes = {path: sha256 for path, _, sha256 in shards}
+            if why_not := native_runner.unavailable(compiled.plan):
+                changes.append(f"on this machine the engine runs on the slow PyTorch reference: {why_not}")
             quality = None
             if check:
                 _write_manifest(folder, hashes)
@@ -122,7 +126,8 @@ def _check(folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: Eng
     model = create_model(checkpoint.config, max_seq_len=max_seq_len)
     recipes = model_recipes(model, checkpoint.source)
     reference = EagerReference(model, recipes, checkpoint.read, config, blocks)
-    with Session(folder, kv_blocks=blocks) as session:
+    native = native_runner.unavailable(compiled.plan) is None
+    with Session(folder, kv_blocks=blocks, runner="native" if native else "reference") as session:
         return check_engine(session, reference, steps, exact=compiled.exact)
 
 

@@ -44,7 +44,8 @@ class EagerReference:
             module.register_forward_pre_hook(self._load)
             module.register_forward_hook(self._free)
         self._meta: list[tuple[torch.nn.Module, str, Any]] = []
-        self._k, self._v = [], []
+        self._k: list[Any] = []
+        self._v: list[Any] = []
         build = config.build
         assert build.block_size and build.kv_dtype
         for kv in model.layer_kv():

@@ -109,7 +109,7 @@ class ReferenceRunner:
             flat = self._arena[buffer.offset : buffer.offset + buffer.nbytes].view(dtype)
         else:
             flat = self._weight(operand.buffer)
-        return flat.as_strided(shape, operand.strides, operand.offset)
+        return flat.as_strided(shape, operand.strides, flat.storage_offset() + operand.offset)
 
     def _weight(self, index: int) -> Any:
         if index not in self._fixed:
@@ -118,6 +118,8 @@ class ReferenceRunner:
             buffer = self._plan.buffers[index]
             meta = self._weights.meta[buffer.name]
             values = LAYOUTS[meta.layout].unpack(self._weights[buffer.name], meta.quant, meta.shape)
+            if not values.flags.writeable:  # a view of the mapped file
+                values = values.copy()
             flat = self._torch.from_numpy(np.ascontiguousarray(values)).reshape(-1)
             if not self._keep:
                 return flat
