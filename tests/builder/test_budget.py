@@ -1,0 +1,94 @@
+"""The memory budget: what is said to fit fits, what does not is refused with what would."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pelton.builder.budget import kv_bytes_per_token, plan_budget
+from pelton.engine.config import BuildConfig, EngineConfig, KVGroup, MemoryPlan, ModelConfig
+from pelton.errors import ConfigError
+
+MB = 1_000_000
+
+
+def config(weights: int = 100 * MB, max_seq_len: int = 4096, dtype: str = "bfloat16") -> EngineConfig:
+    groups = (
+        KVGroup(layers=(0, 2), num_kv_heads=2, head_dim=64),
+        KVGroup(layers=(1,), num_kv_heads=2, head_dim=64, window=512),
+    )
+    return EngineConfig(
+        model=ModelConfig(
+            architecture="LlamaForCausalLM",
+            name="tiny",
+            vocab_size=100,
+            hidden_size=64,
+            num_layers=3,
+            num_parameters=1,
+            max_position_embeddings=131072,
+            kv_groups=groups,
+        ),
+        build=BuildConfig(
+            max_batch_size=4,
+            max_seq_len=max_seq_len,
+            max_num_tokens=512,
+            max_input_len=max_seq_len - 1,
+            block_size=16,
+            dtype=dtype,
+            activations="float32",
+            kv_dtype="float16",
+            threads=0,
+        ),
+        memory=MemoryPlan(
+            weights=weights,
+            arena=8 * MB,
+            workspace=2 * MB,
+            kv_bytes_per_token=kv_bytes_per_token(groups, "float16"),
+        ),
+    )
+
+
+def test_kv_bytes_count_keys_and_values_of_every_layer() -> None:
+    assert config().memory.kv_bytes_per_token == 3 * 2 * 2 * 64 * 2
+
+
+def test_everything_wanted_fits() -> None:
+    budget = plan_budget(config(), free=1000 * MB)
+    assert budget.kv_tokens == 4 * 4096
+    assert budget.notes() == []
+    assert budget.longest_context == 131072
+    assert "weights 100 MB" in budget.text()
+
+
+def test_a_smaller_cache_is_reported() -> None:
+    budget = plan_budget(config(), free=125 * MB)
+    assert 4096 <= budget.kv_tokens < 4 * 4096
+    assert "will hold" in budget.notes()[0]
+    assert budget.memory.weights + budget.work + budget.kv_bytes <= 125 * MB
+
+
+def test_what_is_said_to_fit_does_fit() -> None:
+    free = 113 * MB
+    with pytest.raises(ConfigError, match="Fits with: max_seq_len ") as caught:
+        plan_budget(config(), free=free)
+    suggested = int(str(caught.value).partition("max_seq_len ")[2].split(";")[0])
+    assert plan_budget(config(max_seq_len=suggested), free=free).kv_tokens >= suggested
+
+
+def test_weights_beyond_memory_name_needed_and_free() -> None:
+    with pytest.raises(ConfigError, match=r"tiny needs 10\d\d MB|tiny needs 1\.0 GB") as caught:
+        plan_budget(config(weights=1000 * MB), free=125 * MB)
+    assert "125 MB are free" in str(caught.value)
+    assert "a smaller checkpoint" in str(caught.value)
+
+
+def test_float32_weights_suggest_bfloat16() -> None:
+    with pytest.raises(ConfigError, match="dtype bfloat16"):
+        plan_budget(config(weights=200 * MB, dtype="float32"), free=140 * MB)
+
+
+def test_memory_is_read_from_the_system() -> None:
+    small = msgspec.structs.replace(
+        config(), memory=MemoryPlan(weights=1, arena=1, workspace=1, kv_bytes_per_token=1536)
+    )
+    assert plan_budget(small).free > 0

@@ -1,0 +1,93 @@
+"""What a ``BuildConfig`` resolves to, what is said of it, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pelton.builder.resolve import CheckpointFacts, resolve
+from pelton.engine.config import BuildConfig
+from pelton.engine.resources import cores
+from pelton.errors import ConfigError
+
+
+def facts(limit: int = 2048, **elements: int) -> CheckpointFacts:
+    return CheckpointFacts(max_position_embeddings=limit, matrix_elements=elements or {"bfloat16": 1000})
+
+
+def resolved(config: BuildConfig, known: CheckpointFacts) -> tuple[dict[str, Any], str]:
+    result, notes = resolve(config, known)
+    values = {name: getattr(result, name) for name in result.__struct_fields__}
+    assert None not in values.values()
+    return values, "\n".join(notes)
+
+
+def test_defaults_of_a_bfloat16_checkpoint() -> None:
+    values, notes = resolved(BuildConfig(), facts())
+    assert values == {
+        "max_batch_size": 8,
+        "max_seq_len": 2048,
+        "max_num_tokens": 512,
+        "max_input_len": 2047,
+        "block_size": 16,
+        "dtype": "bfloat16",
+        "activations": "float32",
+        "kv_dtype": "float16",
+        "threads": 0,
+    }
+    assert notes == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "known", "expected", "note"),
+    [
+        ({}, facts(131072), {"max_seq_len": 8192}, "8192 of the model's 131072 tokens"),
+        ({"max_seq_len": 16384}, facts(131072), {"max_seq_len": 16384, "max_input_len": 16383}, ""),
+        ({}, facts(float32=9), {"dtype": "float32", "kv_dtype": "float32"}, ""),
+        ({}, facts(float16=9), {"dtype": "float32"}, "float16 weights become float32"),
+        ({"dtype": "bfloat16"}, facts(float16=9), {"kv_dtype": "float16"}, "rounded to bfloat16"),
+        ({"dtype": "bfloat16"}, facts(float32=9), {"dtype": "bfloat16"}, "float32 weights are rounded"),
+        ({}, facts(q4_1=9), {"activations": "int8", "dtype": "float32", "kv_dtype": "float16"}, "int8"),
+        ({}, facts(q4_1=9, bfloat16=3), {"activations": "int8", "dtype": "bfloat16"}, "int8"),
+        ({"activations": "float32"}, facts(q4_1=9), {"kv_dtype": "float32"}, ""),
+        ({"activations": "int8"}, facts(), {"activations": "float32"}, "there are none"),
+        ({"kv_dtype": "bfloat16"}, facts(float32=9), {"kv_dtype": "bfloat16"}, ""),
+        ({"max_batch_size": 600}, facts(), {"max_num_tokens": 600}, "max_num_tokens is 600"),
+        ({"max_seq_len": 20, "max_batch_size": 2}, facts(), {"max_num_tokens": 40}, ""),
+        ({"max_seq_len": 2, "max_batch_size": 1}, facts(), {"max_num_tokens": 2, "max_input_len": 1}, ""),
+        ({"threads": cores()}, facts(), {"threads": cores()}, ""),
+        ({"threads": cores() + 1}, facts(), {"threads": cores() + 1}, "run slower"),
+    ],
+)
+def test_automatic_choices_and_what_is_said(
+    config: dict[str, Any], known: CheckpointFacts, expected: dict[str, Any], note: str
+) -> None:
+    values, notes = resolved(BuildConfig(**config), known)
+    assert {name: values[name] for name in expected} == expected
+    assert note in notes
+    assert note or not notes or "activations" in notes
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"max_seq_len": 4096}, "max_seq_len 4096 is beyond the model's 2048 positions"),
+        ({"max_seq_len": 1}, "max_seq_len 1 leaves no room"),
+        ({"max_seq_len": 0}, "max_seq_len must be a whole number of at least 1, not 0"),
+        ({"max_batch_size": -3}, "max_batch_size must be a whole number of at least 1, not -3"),
+        ({"max_batch_size": True}, "max_batch_size must be a whole number"),
+        ({"max_input_len": 2048}, "max_input_len 2048 leaves no room .* use max_input_len 2047 or less"),
+        ({"max_num_tokens": 4}, "max_num_tokens 4 is below max_batch_size 8"),
+        ({"max_num_tokens": 9}, "max_num_tokens 9 is below block_size 16"),
+        ({"block_size": 12}, r"unknown block_size 12.*known: 8, 16, 32, 64, 128"),
+        ({"dtype": "bf16"}, "unknown dtype 'bf16'; did you mean bfloat16"),
+        ({"dtype": "float16"}, "unknown dtype 'float16'"),
+        ({"activations": "int4"}, "unknown activations 'int4'; did you mean int8"),
+        ({"kv_dtype": "fp8"}, "unknown kv_dtype 'fp8'"),
+        ({"threads": -1}, "threads must be 0"),
+    ],
+)
+def test_contradictions_are_refused_with_the_way_out(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(BuildConfig(**config), facts())
