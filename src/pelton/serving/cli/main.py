@@ -107,18 +107,25 @@ def run_command(args: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises for a user's mistake."""
     try:
         try:
-            result = cli.main(args=list(args), prog_name="pelton", standalone_mode=False)
+            # Not ``cli.main``: it turns a closed pipe and Ctrl-C into its own messages and codes.
+            with cli.make_context("pelton", list(args)) as context:
+                cli.invoke(context)
             sys.stdout.flush()
-            return result if isinstance(result, int) else 0
+            return 0
+        except click.exceptions.Exit as leave:
+            sys.stdout.flush()
+            return leave.exit_code
         except click.exceptions.NoArgsIsHelpError as error:
             print(error.format_message(), flush=True)
             return 0
         except click.ClickException as error:
-            context = getattr(error, "ctx", None)
-            hint = f"\nTry: {context.command_path} --help" if context else ""
+            where = getattr(error, "ctx", None)
+            hint = f"\nTry: {where.command_path} --help" if where else ""
             _say(error.format_message() + hint)
             return 2
         except (click.Abort, KeyboardInterrupt):
+            if sys.stderr.isatty():
+                print(file=sys.stderr)  # the shell's prompt gets a line of its own
             return 130
         except BrokenPipeError:
             return _broken_pipe()

@@ -48,9 +48,11 @@ def run(
 ) -> None:
     """Answer PROMPT with MODEL and exit; PROMPT - or none reads standard input."""
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.read().removesuffix("\n")
     if prompt is None:
         raise click.UsageError('give a prompt: pelton run MODEL "..."', click.get_current_context())
+    if not prompt:
+        raise RequestError("the prompt is empty.", param="prompt")
     if raw and system is not None:
         raise click.UsageError(
             "--system needs the chat template that --raw leaves out", click.get_current_context()
