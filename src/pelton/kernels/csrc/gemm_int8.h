@@ -6,68 +6,15 @@
 //    the same in every variant, so a row's result does not depend on the number of tokens.
 // Up to kFewTokens tokens unpack the weights in registers; more unpack a stretch of the panel once.
 #pragma once
-#include <math.h>
-
+#include "gemm_quantise.h"
 #include "gemm_source.h"
 #include "gemm_split.h"
 
 namespace {
 
-constexpr int kTileTokens = 4;
 constexpr int kFewTokens = 8;
 // Below so many values every thread quantises for itself: cheaper than a barrier.
 constexpr int64_t kPrivateValues = 4096;
-
-// Quantised activations: groups of kTileTokens tokens (the last may have fewer: R), per group and block of 32 columns
-// { int8 q[8][R][4]; float d[R]; 4 bytes a[R]; 4 bytes b[R] }: one stream per tile. With a: the sum of
-// the block's values d q (of its first half when Halves is 2); b: of the second half, or -128 * sum(q).
-constexpr int64_t kActBytes = 44;  // per token and block
-
-inline int64_t act_group_offset(int64_t group, int64_t blocks) {
-  return group * kTileTokens * blocks * kActBytes;
-}
-
-template <int Halves>
-inline void quantise_token(const float* x, int64_t blocks, uint8_t* group, int lane, int lanes) {
-  for (int64_t b = 0; b < blocks; b++, x += 32) {
-    float top = 0, poison = 0;  // poison: NaN when any value is not finite
-    for (int i = 0; i < 32; i++) {
-      const float a = fabsf(x[i]);
-      top = a > top ? a : top;
-      poison += x[i] * 0.0f;
-    }
-    const float d = top / 127, inverse = top > 0 ? 127 / top : 0;
-    int32_t q[32];
-    alignas(32) int8_t bytes[32];
-    for (int i = 0; i < 32; i++) q[i] = (int32_t)rintf(x[i] * inverse);
-    for (int i = 0; i < 32; i++) bytes[i] = (int8_t)q[i];
-    int32_t first = 0, second = 0;
-    for (int i = 0; i < 16; i++) first += q[i];
-    for (int i = 16; i < 32; i++) second += q[i];
-    uint8_t* out = group + b * lanes * kActBytes;
-    for (int g = 0; g < 8; g++) memcpy(out + (g * lanes + lane) * 4, bytes + 4 * g, 4);
-    float* f = (float*)(out + 32 * lanes) + lane;
-    f[0] = d + poison;
-    if (Halves == 2) {
-      f[lanes] = d * (float)first + poison;
-      f[2 * lanes] = d * (float)second + poison;
-    } else {
-      const int32_t offset = -128 * (first + second);
-      f[lanes] = d * (float)(first + second) + poison;
-      memcpy(f + 2 * lanes, &offset, 4);
-    }
-  }
-}
-
-template <int Halves>
-inline void quantise_tokens(const pelton_tensor* x, int64_t lo, int64_t hi, int64_t blocks, uint8_t* act) {
-  const int64_t tokens = x->shape[0];
-  for (int64_t t = lo; t < hi; t++) {
-    const int64_t group = t / kTileTokens, left = tokens - group * kTileTokens;
-    quantise_token<Halves>(pelton_row_f32(x, t), blocks, act + act_group_offset(group, blocks),
-                           (int)(t % kTileTokens), (int)(left < kTileTokens ? left : kTileTokens));
-  }
-}
 
 // Adds blocks [0, n) of the source to acc, for R tokens.
 template <class Source, int R>

@@ -84,9 +84,12 @@ struct Dot {
     I p = Bits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
                     : _mm256_maddubs_epi16(w, x);
     sum16 = n % kAdds == 0 ? p : _mm256_add_epi16(sum16, p);
+    // Add here and now: GCC would otherwise make all products first and spill them to memory.
+    asm("" : "+x"(sum16));
     if ((n + 1) % kAdds == 0) {
       I wide = _mm256_madd_epi16(sum16, _mm256_set1_epi16(1));
       sum32 = n < kAdds ? wide : _mm256_add_epi32(sum32, wide);
+      asm("" : "+x"(sum32));
     }
   }
   PELTON_INLINE I sum() const { return sum32; }
