@@ -209,6 +209,7 @@ class Team:
         )
         values = np.array([attr_value(a) for a in attrs], np.float64)
         workspace = aligned_empty(workspace_bytes)
+        workspace.fill(0xFF)  # NaN: reading before writing shows
         call = _Call(
             in_=pointers,
             out=ctypes.cast(

@@ -47,15 +47,24 @@ class Tactic:
     """Without timing, the highest priority that supports the node is taken."""
     precision: str = "float32"
     """Key into the op's ``tolerance``: how close to the reference it must be."""
+    batch_invariant: bool = False
+    """A row's result is the same bit for bit whatever other rows and sequences the step has."""
     weight_layouts: Mapping[int, str] = field(default_factory=dict)
     """Layout wanted of each weight operand, by input index (absent: ``rows``)."""
     workspace: Callable[[NodeSpec, int], int] = lambda node, max_tokens: 0
     """Scratch bytes for a step of ``max_tokens`` tokens."""
 
 
-def all_float32(node: NodeSpec) -> bool:
-    """``supports`` of the elementwise kernels: every floating-point operand is float32."""
-    return all(t is None or t.dtype in ("float32", "int32") for t in node.inputs)
+#: Element types of KV caches, and the largest head that the native attention kernels take.
+CACHE_DTYPES = ("float32", "float16", "bfloat16")
+MAX_HEAD_DIM = 512
+
+
+def all_float32(node: NodeSpec, besides: tuple[int, ...] = ()) -> bool:
+    """Whether every operand, but for the indices ``besides``, is float32 (or int32)."""
+    return all(
+        t is None or t.dtype in ("float32", "int32") for i, t in enumerate(node.inputs) if i not in besides
+    )
 
 
 def all_tactics() -> dict[str, Tactic]:

@@ -35,7 +35,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         x = torch.randn(tokens, k, generator=g)
         w = torch.randn(n, k, generator=g) * k**-0.5
         b = torch.randn(n, generator=g) if n % 2 else None
-        for quant in ("float32", "bfloat16", "q4_0", "q4_1", "q8_0", "q4_k", "q6_k"):
+        for quant in ("float32", "bfloat16", "float16", "q4_0", "q4_1", "q5_0", "q8_0", "q4_k", "q6_k"):
             if quant.endswith("_k") and k % 256:
                 continue
             yield Sample(args=(x, w, b), name=f"{quant} {tokens}x{n}x{k}", quant={1: quant})

@@ -13,13 +13,14 @@ extern "C" {
 // Raised with every incompatible change; an engine and a library must agree.
 #define PELTON_ABI_VERSION 1
 #define PELTON_MAX_DIMS 4
+#define PELTON_MAX_HEAD_DIM 512  // of attention kernels; their tactics refuse larger heads
 
 typedef enum pelton_dtype {
   PELTON_F32 = 0, PELTON_BF16 = 1, PELTON_F16 = 2, PELTON_I32 = 3,
   PELTON_I8 = 4, PELTON_U8 = 5, PELTON_I64 = 6,
 } pelton_dtype;
 
-// A strided view. For packed weights (PELTON_U8) shape is the logical (rows, cols) and strides are
+// A strided view. The last axis of a dense operand always has stride 1 (the plan is checked). For packed weights (PELTON_U8) shape is the logical (rows, cols) and strides are
 // meaningless: the kernel knows its layout.
 typedef struct pelton_tensor {
   void* data;
@@ -50,6 +51,9 @@ typedef void (*pelton_kernel)(const pelton_call* call, pelton_team* team, int th
 int64_t pelton_claim(pelton_team* team, int64_t n);
 void pelton_barrier(pelton_team* team, int thread);
 int pelton_team_size(const pelton_team* team);
+// This thread's own scratch of PELTON_SCRATCH_BYTES, 64-byte aligned; contents do not survive.
+#define PELTON_SCRATCH_BYTES (1 << 20)
+void* pelton_scratch(pelton_team* team, int thread);
 
 // ---- What the CPU can do, and which kernels there are ------------------------------------------
 

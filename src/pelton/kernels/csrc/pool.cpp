@@ -100,6 +100,7 @@ struct pelton_team {
   int started = 0;  // workers that exist
   pid_t pid = 0;
   Worker* workers = nullptr;
+  char* scratch = nullptr;
   pelton_region region = nullptr;  // NULL when `start` is bumped: the workers end
   void* arg = nullptr;
   alignas(64) std::atomic<int> running{0};
@@ -139,7 +140,11 @@ pelton_team* pelton_team_create(int n) {
   team->size = n;
   team->pid = getpid();
   team->workers = static_cast<Worker*>(calloc((size_t)n, sizeof(Worker)));
-  if (!team->workers) {
+  // Touched only by kernels that use it.
+  team->scratch = static_cast<char*>(aligned_alloc(64, (size_t)n * PELTON_SCRATCH_BYTES));
+  if (!team->workers || !team->scratch) {
+    free(team->workers);
+    free(team->scratch);
     delete team;
     return nullptr;
   }
@@ -171,10 +176,15 @@ void pelton_team_destroy(pelton_team* team) {
   if (!team) return;
   if (team->pid == getpid()) stop(team);
   free(team->workers);
+  free(team->scratch);
   delete team;
 }
 
 int pelton_team_size(const pelton_team* team) { return team->size; }
+
+void* pelton_scratch(pelton_team* team, int thread) {
+  return team->scratch + (size_t)thread * PELTON_SCRATCH_BYTES;
+}
 
 int64_t pelton_claim(pelton_team* team, int64_t n) {
   int64_t i = team->claimed.fetch_add(1, std::memory_order_relaxed);

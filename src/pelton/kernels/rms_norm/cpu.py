@@ -1,5 +1,5 @@
-"""Native rms_norm (``csrc/norm*.cpp``)."""
+"""Native rms_norm (``csrc/norm.inl``)."""
 
 from pelton.kernels.tactic import Tactic, all_float32
 
-TACTICS = [Tactic(name="cpu.rms_norm", op="rms_norm", supports=all_float32)]
+TACTICS = [Tactic(name="cpu.rms_norm", op="rms_norm", supports=all_float32, batch_invariant=True)]

@@ -1,0 +1,140 @@
+// rope_cos_sin, rope, kv_write, rope_kv_write: rotations and the paged cache.
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t kTokensPerClaim = 4;
+
+// in: positions (T) int32, inv_freq (R/2). out: (T, R) = [cos, sin] * scale. attrs: scale.
+void rope_cos_sin(const pelton_call* c, pelton_team* team, int thread) {
+  const pelton_tensor *positions = c->in[0], *out = c->out[0];
+  const float* inv_freq = (const float*)c->in[1]->data;
+  const int64_t half = c->in[1]->shape[0];
+  const float scale = (float)pelton_attr(c, 0, 1);
+  for (PELTON_EACH_CHUNK(team, positions->shape[0], kTokensPerClaim, lo, hi)) {
+    for (int64_t t = lo; t < hi; t++) {
+      const float position = (float)*pelton_row_i32(positions, t);
+      float* row = row_of(out, t);
+      for (int64_t i = 0; i < half; i++) {
+        const float angle = position * inv_freq[i];
+        row[i] = cosf(angle) * scale;
+        row[half + i] = sinf(angle) * scale;
+      }
+    }
+  }
+}
+
+// y = rotation of x: (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of the first
+// `rotary` elements; the rest passes. `x` may be `y`.
+inline void rotate(const float* x, const float* cos_sin, float* y, int64_t rotary, int64_t dim) {
+  const int64_t half = rotary / 2;
+  each_vector(half, [=](int64_t i, int n) {
+    const vf a = load_some(x + i, n), b = load_some(x + half + i, n);
+    const vf cos = load_some(cos_sin + i, n), sin = load_some(cos_sin + half + i, n);
+    store_some(y + i, a * cos - b * sin, n);
+    store_some(y + half + i, b * cos + a * sin, n);
+  });
+  if (x != y)
+    for (int64_t i = rotary; i < dim; i++) y[i] = x[i];
+}
+
+// y = x / rms(x) * weight.
+inline void normalise(const float* x, const float* weight, float eps, float* y, int64_t dim) {
+  vf sum = vset(0);
+  each_vector(dim, [&](int64_t i, int n) {
+    const vf v = load_some(x + i, n);
+    sum = vfma(v, v, sum);
+  });
+  const vf s = vset(1.0f / sqrtf(hsum(sum) / (float)dim + eps));
+  each_vector(dim, [=](int64_t i, int n) {
+    store_some(y + i, load_some(x + i, n) * s * load_some(weight + i, n), n);
+  });
+}
+
+// in: x (T, heads, D), cos_sin (T, R).
+void rope(const pelton_call* c, pelton_team* team, int thread) {
+  const pelton_tensor *x = c->in[0], *cos_sin = c->in[1], *y = c->out[0];
+  for (PELTON_EACH_CHUNK(team, x->shape[0], kTokensPerClaim, lo, hi))
+    for (int64_t t = lo; t < hi; t++)
+      for (int64_t h = 0; h < x->shape[1]; h++)
+        rotate(pelton_row_f32(x, t) + h * x->stride[1], pelton_row_f32(cos_sin, t),
+               pelton_row_f32(y, t) + h * y->stride[1], cos_sin->shape[1], x->shape[2]);
+}
+
+// Stores one head's vector in the cache (blocks, heads, block_size, D) at `slot`.
+inline void store_slot(const pelton_tensor* cache, int64_t slot, int64_t head, const float* x) {
+  const int64_t size = cache->shape[2], dim = cache->shape[3];
+  const int64_t at = slot / size * cache->stride[0] + head * cache->stride[1] + slot % size * cache->stride[2];
+  if (cache->dtype == PELTON_F32) {
+    memcpy((float*)cache->data + at, x, dim * sizeof(float));
+    return;
+  }
+  uint16_t* to = (uint16_t*)cache->data + at;
+  int64_t i = 0;
+#if defined(__AVX2__)
+  if (cache->dtype == PELTON_F16)
+    for (; i + 8 <= dim; i += 8)
+      _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+  for (; i < dim; i++)
+    to[i] = cache->dtype == PELTON_BF16 ? pelton_f32_to_bf16(x[i]) : pelton_f32_to_f16(x[i]);
+}
+
+// in: k, v (T, Hkv, D), k_cache, v_cache, slot_mapping (T) int32; a slot of -1 writes nothing.
+void kv_write(const pelton_call* c, pelton_team* team, int thread) {
+  const pelton_tensor *k = c->in[0], *v = c->in[1], *k_cache = c->in[2], *v_cache = c->in[3];
+  for (PELTON_EACH_CHUNK(team, k->shape[0], kTokensPerClaim, lo, hi)) {
+    for (int64_t t = lo; t < hi; t++) {
+      const int64_t slot = *pelton_row_i32(c->in[4], t);
+      if (slot < 0) continue;
+      for (int64_t h = 0; h < k->shape[1]; h++) {
+        store_slot(k_cache, slot, h, pelton_row_f32(k, t) + h * k->stride[1]);
+        store_slot(v_cache, slot, h, pelton_row_f32(v, t) + h * v->stride[1]);
+      }
+    }
+  }
+}
+
+// in: q (T, Hq, D), k, v (T, Hkv, D), cos_sin (T, R), k_cache, v_cache, slot_mapping,
+// [q_weight (D), k_weight (D)]. out: rotated q. attrs: eps.
+void rope_kv_write(const pelton_call* c, pelton_team* team, int thread) {
+  const pelton_tensor *q = c->in[0], *k = c->in[1], *v = c->in[2], *cos_sin = c->in[3];
+  const pelton_tensor *k_cache = c->in[4], *v_cache = c->in[5], *y = c->out[0];
+  const pelton_tensor *q_weight = pelton_in(c, 7), *k_weight = pelton_in(c, 8);
+  const int64_t rotary = cos_sin->shape[1], dim = q->shape[2];
+  const float eps = (float)pelton_attr(c, 0, 0);
+  float rotated[PELTON_MAX_HEAD_DIM];
+  for (PELTON_EACH_CHUNK(team, q->shape[0], kTokensPerClaim, lo, hi)) {
+    for (int64_t t = lo; t < hi; t++) {
+      const float* rotation = pelton_row_f32(cos_sin, t);
+      for (int64_t h = 0; h < q->shape[1]; h++) {
+        const float* x = pelton_row_f32(q, t) + h * q->stride[1];
+        float* o = pelton_row_f32(y, t) + h * y->stride[1];
+        if (q_weight) {
+          normalise(x, (const float*)q_weight->data, eps, o, dim);
+          x = o;
+        }
+        rotate(x, rotation, o, rotary, dim);
+      }
+      const int64_t slot = *pelton_row_i32(c->in[6], t);
+      if (slot < 0) continue;
+      for (int64_t h = 0; h < k->shape[1]; h++) {
+        const float* x = pelton_row_f32(k, t) + h * k->stride[1];
+        if (k_weight) {
+          normalise(x, (const float*)k_weight->data, eps, rotated, dim);
+          x = rotated;
+        }
+        rotate(x, rotation, rotated, rotary, dim);
+        store_slot(k_cache, slot, h, rotated);
+        store_slot(v_cache, slot, h, pelton_row_f32(v, t) + h * v->stride[1]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+PELTON_KERNEL("cpu.rope_cos_sin", PELTON_SIMD_LEVEL, rope_cos_sin);
+PELTON_KERNEL("cpu.rope", PELTON_SIMD_LEVEL, rope);
+PELTON_KERNEL("cpu.kv_write", PELTON_SIMD_LEVEL, kv_write);
+PELTON_KERNEL("cpu.rope_kv_write", PELTON_SIMD_LEVEL, rope_kv_write);

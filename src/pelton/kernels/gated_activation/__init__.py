@@ -1,0 +1,1 @@
+"""Tactics of ``gated_activation``."""

@@ -1,0 +1,1 @@
+"""Tactics of ``layer_norm``."""

@@ -1,0 +1,5 @@
+"""Native mul (``csrc/elementwise.inl``)."""
+
+from pelton.kernels.tactic import Tactic, all_float32
+
+TACTICS = [Tactic(name="cpu.mul", op="mul", supports=all_float32, batch_invariant=True)]

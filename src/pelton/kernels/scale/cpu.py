@@ -1,0 +1,5 @@
+"""Native scale (``csrc/elementwise.inl``)."""
+
+from pelton.kernels.tactic import Tactic, all_float32
+
+TACTICS = [Tactic(name="cpu.scale", op="scale", supports=all_float32, batch_invariant=True)]
