@@ -6,23 +6,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pelton.errors import CheckpointError
 from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Recipe, Source
-from pelton.ir.tensors import HostTensor, bf16_to_f32
-
-
-def dense_float32(tensor: HostTensor) -> npt.NDArray[np.float32]:
-    """Values of a dense tensor; raises ``CheckpointError`` on block types."""
-    if tensor.quant == "bfloat16":
-        return bf16_to_f32(tensor.data)
-    if not tensor.dense:
-        raise CheckpointError(f"cannot load {tensor.quant} blocks eagerly without a dequantiser")
-    return tensor.data.astype(np.float32)
+from pelton.ir.tensors import HostTensor
+from pelton.quant.blocks import dequantize
 
 
 class Module(torch.nn.Module):
@@ -65,17 +55,16 @@ def collect_recipes(model: torch.nn.Module, source: Callable[[str], Recipe] = So
 def load_weights(
     model: torch.nn.Module,
     read: Callable[[str], HostTensor],
-    to_float32: Callable[[HostTensor], npt.NDArray[np.float32]] = dense_float32,
+    source: Callable[[str], Recipe] = Source,
 ) -> None:
     """Fill a model made on the meta device, in float32, so that it runs eagerly.
 
-    ``read`` gives a checkpoint tensor by name; ``to_float32`` gives its values: pass a dequantiser
-    for checkpoints with block types. Raises ``CheckpointError`` where a tensor made by its recipe
-    has not the parameter's shape.
+    ``read`` and ``source``: a ``Checkpoint``'s; block types are dequantised. Raises
+    ``CheckpointError`` where a tensor made by its recipe has not the parameter's shape.
     """
-    for name, recipe in collect_recipes(model).items():
+    for name, recipe in collect_recipes(model, source).items():
         parameter = model.get_parameter(name)
-        value = torch.from_numpy(np.array(to_float32(evaluate(recipe, read)), np.float32))
+        value = torch.from_numpy(dequantize(evaluate(recipe, read)))
         if value.shape != parameter.shape:
             raise CheckpointError(
                 f"{', '.join(recipe.sources())} gives {name} the shape {tuple(value.shape)}; "
