@@ -52,6 +52,15 @@ _O200K = PreTokenizer(
 )
 _FALCON = PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_SPLIT, "[0-9][0-9][0-9]"))
 _BLOOM = PreTokenizer(patterns=(r" ?[^(\s|.,!?…。，、।۔،)]+",))
+_DEEPSEEK_CODER = PreTokenizer(patterns=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))
+_DEEPSEEK_V3 = PreTokenizer(
+    patterns=(
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    )
+)
 
 PRE_TOKENIZERS = {
     "default": _GPT2,
@@ -85,6 +94,8 @@ PRE_TOKENIZERS = {
     "gpt-4o": _O200K,
     "llama4": _O200K,
     "falcon": _FALCON,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3": _DEEPSEEK_V3,
     "bloom": _BLOOM,
     "poro-chat": _BLOOM,
 }

@@ -28,7 +28,13 @@ _END_OF_TURN = (
     "<end_of_turn>",
     "<|endoftext|>",
     "<|end_of_text|>",
+    "</s>",
+    "<EOT>",
+    "<｜end▁of▁sentence｜>",
 )
+
+#: Phi-3's control tokens swallow whitespace after them (``rstrip`` in its tokenizer.json), but these.
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 class GGUFTokenizer:
@@ -189,7 +195,8 @@ class GGUFTokenizer:
         control, plain = [], []
         for token, kind in zip(tokens, self.types, strict=True):
             if kind == _CONTROL and token:
-                control.append(AddedToken(token, special=True, normalized=False))
+                rstrip = self.arch == "phi3" and self.model == "llama" and token not in _PHI3_KEEPS_SPACE
+                control.append(AddedToken(token, special=True, normalized=False, rstrip=rstrip))
             elif kind == _USER_DEFINED and token.strip("▁" if self.model == "llama" else ""):
                 # Runs of ▁ exist in normalised text only, where merges find them.
                 plain.append(AddedToken(token, special=False, normalized=False))
