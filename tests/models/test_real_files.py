@@ -41,9 +41,9 @@ def hf_model(checkpoint: Checkpoint, read: Read, config_class: Any, model_class:
     config._attn_implementation = "eager"
     with (
         # Every weight is loaded below: drawing 100M random numbers first only takes time.
-        mock.patch.object(torch.nn.Linear, "reset_parameters", lambda self: None),
-        mock.patch.object(torch.nn.Embedding, "reset_parameters", lambda self: None),
-        mock.patch.object(model_class, "_init_weights", lambda self, module: None),
+        mock.patch.object(torch.nn.Linear, "reset_parameters"),
+        mock.patch.object(torch.nn.Embedding, "reset_parameters"),
+        mock.patch.object(model_class, "_init_weights"),
     ):
         model = model_class(config).eval()
     state = {
