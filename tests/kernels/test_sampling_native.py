@@ -1,11 +1,14 @@
-"""Sampling: the numpy definition behaves as its text says."""
+"""Sampling: the numpy definition behaves as its text says, and the native library agrees with it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from pelton.kernels.sampling import reference
+from pelton.kernels import native as library
+from pelton.kernels.sampling import native, reference
+
+needs_library = pytest.mark.skipif(not library.available(), reason="needs the native library (make native)")
 
 
 def one(logits: np.ndarray, *, t=1.0, k=0, p=1.0, m=0.0, seed=0, position=0) -> int:
@@ -90,3 +93,80 @@ def test_the_number_of_alternatives_is_as_asked(k: int) -> None:
     _, _, ids, logprobs = reference.log_softmax_topk(np.zeros((2, 4), np.float32), [0, 1], k)
     assert ids.shape == logprobs.shape == (2, k)
     assert ids.tolist() == [list(range(k))] * 2
+
+
+VOCABULARIES = (1, 2, 15, 16, 17, 1000, 1024, 1025, 5000, 49152)
+
+
+def assert_same_sample(logits: np.ndarray, *parameters) -> None:
+    tokens, logprobs = native.sample(logits, *parameters)
+    want_tokens, want_logprobs = reference.sample(logits, *parameters)
+    assert tokens.tolist() == want_tokens.tolist()
+    np.testing.assert_allclose(logprobs, want_logprobs, rtol=1e-6, atol=1e-6)
+
+
+@needs_library
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_the_native_sampler_draws_the_same_tokens(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    rows = 48 if vocab < 10_000 else 12
+    for scale in (0.01, 1, 8):
+        logits = (rng.standard_normal((rows, vocab)) * scale).astype(np.float32)
+        if scale == 8:
+            logits = logits.round()  # ties
+        assert_same_sample(
+            logits,
+            rng.choice([0, 0.2, 0.7, 1, 1.5], rows),
+            rng.choice([0, 1, 2, 5, 50, vocab, vocab + 1], rows),
+            rng.choice([1, 0.99, 0.9, 0.5, 1e-4], rows),
+            rng.choice([0, 0, 0.05, 1], rows),
+            rng.integers(0, 2**63, rows),
+            rng.integers(0, 10_000, rows),
+        )
+
+
+@needs_library
+def test_the_native_sampler_treats_odd_logits_alike() -> None:
+    inf, nan = np.inf, np.nan
+    logits = np.array(
+        [
+            [nan, 1, 2, -inf, 3],
+            [nan, nan, nan, nan, nan],
+            [-inf, -inf, -inf, -inf, -inf],
+            [0, inf, 1, inf, 2],
+            [-inf, 5, -inf, 5, nan],
+            [3e38, -3e38, 0, 3e38, 1],
+        ],
+        np.float32,
+    )
+    for t, k, p, m in ((0, 0, 1, 0), (1, 0, 1, 0), (0.5, 3, 1, 0), (1, 0, 0.9, 0), (2, 4, 0.5, 0.1)):
+        for position in range(20):
+            n = len(logits)
+            assert_same_sample(logits, [t] * n, [k] * n, [p] * n, [m] * n, [-1] * n, [position] * n)
+
+
+@needs_library
+def test_native_sampling_reads_strided_rows_and_skips_logprobs() -> None:
+    wide = np.random.default_rng(3).standard_normal((8, 300)).astype(np.float32)
+    for view in (wide[::2, 10:200], wide[:, ::3], wide.T[:8, :]):
+        n = len(view)
+        columns = [[1.0] * n, [20] * n, [0.9] * n, [0.0] * n, range(n), [5] * n]
+        assert_same_sample(view, *columns)
+        tokens, logprobs = native.sample(view, *columns, want_logprobs=False)
+        assert tokens.tolist() == reference.sample(view, *columns)[0].tolist()
+        assert not logprobs.any()
+
+
+@needs_library
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_native_log_probabilities_equal_the_reference(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = (rng.standard_normal((5, vocab)) * 4).astype(np.float32).round(1)
+    logits[0, rng.integers(0, vocab)] = np.nan
+    chosen = rng.integers(0, vocab, 5)
+    for k in {0, 1, min(20, vocab), min(vocab, 1000)}:
+        got, want = native.log_softmax_topk(logits, chosen, k), reference.log_softmax_topk(logits, chosen, k)
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-6)
+        assert np.array_equal(got[1], want[1])
+        assert np.array_equal(got[2], want[2])
+        np.testing.assert_allclose(got[3], want[3], rtol=1e-6, atol=1e-6)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pelton.kernels.sampling.reference import log_softmax_topk
-from pelton.kernels.sampling.reference import sample as sample_kernel
+from pelton.kernels.sampling import log_softmax_topk
+from pelton.kernels.sampling import sample as sample_kernel
 from pelton.runtime.logits import LogitsProcessor
 from pelton.runtime.request import TokenLogprobs
 from pelton.runtime.sequence import Sequence
@@ -137,5 +137,6 @@ def _sample_rows(logits_NV: Float32, sequences: Seq[Sequence], rows: list[int]) 
         np.array([p.min_p for p in params], np.float32),
         np.array([sequence.request.seed for sequence in batch], np.uint64),
         np.array([sequence.num_tokens for sequence in batch], np.int64),
+        want_logprobs=False,
     )
     return ids_M.tolist(), excluded

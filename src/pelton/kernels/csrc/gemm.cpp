@@ -1,4 +1,5 @@
-// Linear kernels for any CPU.
+// Linear kernels for any CPU: for correctness, so not worth a long compilation.
+#pragma GCC optimize("O2")
 #define PELTON_GEMM_LEVEL PELTON_GENERIC
 #include "gemm_vec_generic.h"
 //

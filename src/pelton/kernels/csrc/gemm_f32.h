@@ -1,8 +1,8 @@
 // linear with float32 activations: dense weights as they are, block weights dequantised exactly.
 //
-// A stretch of a panel becomes float32 [k][16] once (not even that when it is float32 already); a tile is 16 rows x
-// up to kTokens tokens, acc = fma(w, x, acc) over k in order in every variant, so a row's result does not
-// depend on the number of tokens.
+// A stretch of a panel becomes float32 [k][16] once (not even that when it is float32 already); a tile is
+// 16 rows x up to kTileTokensF32 tokens, acc = fma(w, x, acc) over k in order in every variant, so a row's
+// result does not depend on the number of tokens.
 #pragma once
 #include "gemm_int8.h"
 
@@ -18,8 +18,7 @@ struct Float16 {
   static constexpr int kBytes = 2;
 };
 
-constexpr int kStretch = 256;                     // columns
-constexpr int kTokens = kRegs == 1 ? 8 : 6;       // of a full tile: what the registers hold
+constexpr int kStretch = 256;  // columns
 
 // Packed panel of type W, k columns -> columns [first, first + n) as float32 [n][16], in `buffer` or in place.
 template <class W>
@@ -110,18 +109,19 @@ void linear_f32(const pelton_call* call, pelton_team* team, int) {
             Panel<W>::stretch((const uint8_t*)w->data + p * bytes, k, first, n, buffer);
         Target to = {(float*)y->data + row, y->stride[0], bias ? (const float*)bias->data + row : NULL,
                      rows - row};
-        for (int64_t t = 0; t < tokens; t += kTokens, to.out += kTokens * to.stride) {
+        constexpr int kFull = kTileTokensF32;
+        for (int64_t t = 0; t < tokens; t += kFull, to.out += kFull * to.stride) {
           const float* in = pelton_row_f32(x, t) + first;
           const int64_t s = x->stride[0];
           switch (tokens - t) {
             case 1: run_tile_f32<1>(weights, in, s, first, n, k, to); break;
-            case 2: run_tile_f32<2>(weights, in, s, first, n, k, to); break;
-            case 3: run_tile_f32<3>(weights, in, s, first, n, k, to); break;
-            case 4: run_tile_f32<4>(weights, in, s, first, n, k, to); break;
-            case 5: run_tile_f32<5>(weights, in, s, first, n, k, to); break;
-            case 6: run_tile_f32<6>(weights, in, s, first, n, k, to); break;
-            case 7: run_tile_f32<kTokens < 7 ? kTokens : 7>(weights, in, s, first, n, k, to); break;
-            default: run_tile_f32<kTokens>(weights, in, s, first, n, k, to); break;
+            case 2: run_tile_f32<kFull < 2 ? kFull : 2>(weights, in, s, first, n, k, to); break;
+            case 3: run_tile_f32<kFull < 3 ? kFull : 3>(weights, in, s, first, n, k, to); break;
+            case 4: run_tile_f32<kFull < 4 ? kFull : 4>(weights, in, s, first, n, k, to); break;
+            case 5: run_tile_f32<kFull < 5 ? kFull : 5>(weights, in, s, first, n, k, to); break;
+            case 6: run_tile_f32<kFull < 6 ? kFull : 6>(weights, in, s, first, n, k, to); break;
+            case 7: run_tile_f32<kFull < 7 ? kFull : 7>(weights, in, s, first, n, k, to); break;
+            default: run_tile_f32<kFull>(weights, in, s, first, n, k, to); break;
           }
         }
       }

@@ -1,9 +1,10 @@
 // linear with int8 activations: y = x W^T (+ bias), W in blocks of 32 columns (x16 layout).
 //
 // 1. Each token's row is quantised per 32 columns: d = max|x| / 127, q = round(x / d).
-// 2. Panels of 16 rows are dealt to the threads. A tile is 16 rows x up to 4 tokens: per block of 32
-//    columns an exact integer sum, then acc = fma(sum, d_w d_x, acc) and acc = fma(m_w, sum of x, acc). That order is
-//    the same in every variant, so a row's result does not depend on the number of tokens.
+// 2. Panels of 16 rows are dealt to the threads. A tile is 16 rows x up to kTileTokens tokens: per block
+//    of 32 columns an exact integer sum, then acc = fma(sum, d_w d_x, acc) and acc = fma(m_w, sum of x,
+//    acc). That order is the same in every variant, so a row's result does not depend on the number of
+//    tokens.
 // Up to kFewTokens tokens unpack the weights in registers; more unpack a stretch of the panel once.
 #pragma once
 #include "gemm_quantise.h"
@@ -95,15 +96,15 @@ __attribute__((noinline)) void run_tile(const Source& w, const uint8_t* act, int
 template <class Source>
 void run_tokens(const Source& w, const uint8_t* act, int64_t tokens, int64_t first, int64_t n, int64_t blocks,
                 Target to) {
-  for (int64_t t = 0; t < tokens; t += kTileTokens) {
-    const uint8_t* group = act + act_group_offset(t / kTileTokens, blocks);
+  constexpr int kFull = kTileTokens;
+  for (int64_t t = 0; t < tokens; t += kFull, to.out += kFull * to.stride) {
+    const uint8_t* group = act + act_group_offset(t / kFull, blocks);
     switch (tokens - t) {
       case 1: run_tile<Source, 1>(w, group, first, n, blocks, to); break;
-      case 2: run_tile<Source, 2>(w, group, first, n, blocks, to); break;
-      case 3: run_tile<Source, 3>(w, group, first, n, blocks, to); break;
-      default: run_tile<Source, 4>(w, group, first, n, blocks, to); break;
+      case 2: run_tile<Source, kFull < 2 ? kFull : 2>(w, group, first, n, blocks, to); break;
+      case 3: run_tile<Source, kFull < 3 ? kFull : 3>(w, group, first, n, blocks, to); break;
+      default: run_tile<Source, kFull>(w, group, first, n, blocks, to); break;
     }
-    to.out += kTileTokens * to.stride;
   }
 }
 

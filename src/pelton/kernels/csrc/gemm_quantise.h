@@ -1,4 +1,5 @@
 // float32 activations to int8, per token and block of 32 columns (linear with int8 activations).
+// Included after a gemm_vec_*.h.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -10,8 +11,6 @@
 #endif
 
 namespace {
-
-constexpr int kTileTokens = 4;
 
 // Quantised activations: groups of kTileTokens tokens (the last may have fewer: R), and per group and
 // block { int8 q[8][R][4]; float d[R]; 4 bytes a[R]; 4 bytes b[R] }, so that a tile reads one stream. A

@@ -10,6 +10,8 @@ namespace {
 using I = __m256i;  // 8 rows x 4 bytes, or 8 x int32
 using F = __m256;   // 8 rows, float32
 constexpr int kLanes = 8;
+// Tokens of a tile with int8 and with float32 activations: what the registers hold.
+constexpr int kTileTokens = 4, kTileTokensF32 = 6;
 
 PELTON_INLINE I load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 PELTON_INLINE void store(void* p, I v) { _mm256_storeu_si256((__m256i*)p, v); }

@@ -13,6 +13,8 @@ namespace {
 using I = __m512i;  // 16 rows x 4 bytes, or 16 x int32
 using F = __m512;   // 16 rows, float32
 constexpr int kLanes = 16;
+// Tokens of a tile with int8 and with float32 activations: what the registers hold.
+constexpr int kTileTokens = 4, kTileTokensF32 = 8;
 
 PELTON_INLINE I load(const void* p) { return _mm512_loadu_si512(p); }
 PELTON_INLINE void store(void* p, I v) { _mm512_storeu_si512(p, v); }

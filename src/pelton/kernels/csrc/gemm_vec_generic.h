@@ -5,11 +5,13 @@
 
 #include "kernel_util.h"
 
-#define PELTON_INLINE __attribute__((always_inline)) inline
+#define PELTON_INLINE inline
 
 namespace {
 
 constexpr int kLanes = 16;
+// Tokens of a tile with int8 and with float32 activations: what the registers hold.
+constexpr int kTileTokens = 1, kTileTokensF32 = 1;
 struct I {  // 16 rows x 4 bytes, or 16 x int32
   union {
     uint8_t u8[64];

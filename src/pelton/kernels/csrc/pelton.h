@@ -101,6 +101,21 @@ enum {
 // Run one kernel on a team.
 PELTON_EXPORT int pelton_run_kernel(pelton_team* team, pelton_kernel kernel, const pelton_call* call);
 
+// ---- Sampling (sampling/reference.py states the rules) -------------------------------------------
+
+// A token for each of n rows of float32 logits (`stride` in elements between rows), and its
+// log-probability (`logprobs` may be NULL). PELTON_OK or PELTON_ERROR_MEMORY.
+PELTON_EXPORT int pelton_sample(const float* logits, int64_t stride, int64_t n, int64_t vocab,
+                                const float* temperature, const int32_t* top_k, const float* top_p,
+                                const float* min_p, const uint64_t* seed, const int64_t* position,
+                                int32_t* tokens, float* logprobs);
+// Log-probability and rank of each row's chosen token, and the k <= vocab most likely tokens of each
+// row with theirs (n x k).
+PELTON_EXPORT int pelton_log_softmax_topk(const float* logits, int64_t stride, int64_t n,
+                                          int64_t vocab, const int32_t* chosen, int64_t k,
+                                          float* chosen_logprobs, int32_t* ranks, int32_t* ids,
+                                          float* logprobs);
+
 // ---- Plans --------------------------------------------------------------------------------------
 
 typedef enum pelton_buffer_kind {
