@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+
+import pelton
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +22,28 @@ def smollm2_gguf() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("no SmolLM2 file: set PELTON_SMOLLM2_GGUF (make test does)")
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(smollm2_gguf: Path, pytestconfig: pytest.Config) -> Path:
+    """The engine of ``smollm2_gguf``, default settings; kept in pytest's cache until a source of the
+    build changes."""
+    from pelton.engine.config import BuildConfig
+    from pelton.serving.engine_cache import build_engine
+
+    package = Path(pelton.__file__).parent
+    digest = hashlib.sha256(f"{smollm2_gguf.stat().st_size}".encode())
+    for part in ("builder", "engine", "ir", "kernels", "models", "nn", "passes", "quant"):
+        for source in sorted((package / part).rglob("*")):
+            if source.suffix in (".py", ".cpp", ".h", ".inl"):
+                digest.update(source.read_bytes())
+    assert pytestconfig.cache is not None
+    engine = pytestconfig.cache.mkdir("pelton-engines") / f"smollm2-{digest.hexdigest()[:16]}.engine"
+    if not engine.exists():
+        for old in engine.parent.glob("smollm2-*.engine"):
+            shutil.rmtree(old)
+        build_engine(smollm2_gguf, BuildConfig(), engine)
+    return engine
 
 
 @pytest.fixture(scope="session")

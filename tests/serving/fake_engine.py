@@ -27,8 +27,8 @@ MAX_SEQ_LEN = 256
 MAX_BATCH_SIZE = 8
 NUM_BLOCKS = 160
 
-#: Bytes that have an effect when they are in a prompt.
-CRASH, RAISE, HANG = 1, 2, 3
+#: Tokens that have an effect when they are in a prompt: the process dies, the step raises.
+CRASH, RAISE = (1, 1, 1), (2, 2, 2)
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -61,13 +61,11 @@ def open_fake(
     def before_run(batch: InputBatch) -> None:
         if delay:
             time.sleep(delay)
-        tokens = set(batch.input_ids_T.tolist())
-        if CRASH in tokens:
+        tokens = batch.input_ids_T.tobytes()
+        if np.int32(CRASH).tobytes() in tokens:
             os._exit(7)
-        if RAISE in tokens:
+        if np.int32(RAISE).tobytes() in tokens:
             raise RuntimeError("the fake session was told to fail")
-        if HANG in tokens:
-            time.sleep(3600)
 
     def edit_logits(batch: InputBatch, logits_NV: np.ndarray[Any, Any]) -> None:
         letters = logits_NV[:, _LETTERS]

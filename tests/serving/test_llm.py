@@ -132,7 +132,7 @@ def test_ctrl_c_leaves_the_model_usable(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 def test_a_failed_request_raises_and_the_next_works(llm: LLM) -> None:
     with pytest.raises(PeltonError, match="told to fail"):
-        llm.generate([[72, RAISE]], GREEDY)
+        llm.generate([[72, *RAISE]], GREEDY)
     assert llm.generate("Hello", GREEDY)[0].finished
 
 

@@ -12,6 +12,7 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -103,8 +104,14 @@ def _broken_pipe() -> int:
     return 128 + 13
 
 
+def _show_warning(message: Warning | str, *where: object, **rest: object) -> None:
+    """A warning is a sentence too, without the source line it came from."""
+    _say(f"warning: {message}")
+
+
 def run_command(args: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises for a user's mistake."""
+    warnings.showwarning = _show_warning
     try:
         try:
             # Not ``cli.main``: it turns a closed pipe and Ctrl-C into its own messages and codes.
