@@ -213,6 +213,7 @@ class FakeSession:
                 stamp = (self._positions[g][expected], self._tokens[g][expected], self._chains[g][expected])
                 assert stamp == (position, token, chains[start + i]), "a shared slot holds something else"
                 continue
+            assert self._positions[g][slot] in (-1, POISON), f"group {g}: slot {slot} is written twice"
             assert slot == expected, f"group {g}: token at {position} goes to slot {slot}, not {expected}"
             self._positions[g][slot] = position
             self._tokens[g][slot] = token

@@ -25,6 +25,7 @@ from pelton.runtime.request import FinishReason, Request, RequestUpdate, TokenLo
 from pelton.runtime.sampler import Sampled, logits_processor, not_finite, sample, token_logprobs
 from pelton.runtime.scheduler import ScheduledSequence, Scheduler
 from pelton.runtime.sequence import Sequence
+from pelton.runtime.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,17 @@ class _Result:
 
 
 class Executor:
-    """Drives ``session`` (not closed with it) with any number of requests in flight."""
+    """Drives ``session`` (not closed with it) with any number of requests in flight; ``trace`` records
+    what happens."""
 
-    def __init__(self, session: ModelSession, config: ExecutorConfig | None = None) -> None:
+    def __init__(
+        self,
+        session: ModelSession,
+        config: ExecutorConfig | None = None,
+        *,
+        trace: TraceWriter | None = None,
+    ) -> None:
+        self._trace = trace
         self.session = session
         self.config = (config or ExecutorConfig()).resolve(session)
         build, model = session.config.build, session.config.model
@@ -162,6 +171,8 @@ class Executor:
         self._arrivals += 1
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
+        if self._trace is not None:
+            self._trace.add(request)
 
     def _prefix_keys(self, cache_salt: str) -> PrefixKeys | None:
         if not self.config.enable_prefix_caching:
@@ -175,6 +186,8 @@ class Executor:
         finished) are ignored. The next step reports it with finish_reason "abort"."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
+            if self._trace is not None:
+                self._trace.abort(request_id)
             self._ended.append(self._end(sequence, "abort"))
 
     def step(self) -> list[RequestUpdate]:
@@ -183,8 +196,11 @@ class Executor:
         output = self.scheduler.schedule()
         if output.scheduled:
             self._steps += 1
-            updates += self._run(output.scheduled)
+            new = self._run(output.scheduled)
+            updates += new
             self._last_progress = time.monotonic()
+            if self._trace is not None:
+                self._trace.step(output, new)
         return updates
 
     def _run(self, scheduled: Seq[ScheduledSequence], retried: bool = False) -> list[RequestUpdate]:

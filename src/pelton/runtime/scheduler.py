@@ -152,8 +152,6 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, i: int, rows: int) -> bool:
         """Move ``self.waiting[0]`` to ``self.running[i]`` if it may run now."""
-        if rows <= len(self.running) - i:
-            return False
         keys = sequence.keys
         # The row that scores a cached prompt token is not computed, so prompt_logprobs bypass hits.
         if keys is None or sequence.prompt_rows_wanted:
@@ -170,6 +168,8 @@ class Scheduler:
             if victim is None or victim.request.priority <= sequence.request.priority:
                 return False
             self._preempt(victim)
+        if rows <= len(self.running) - i:
+            return False  # the rows of logits left are kept for those behind
         assert self.waiting[0] is sequence
         del self.waiting[0]
         self.running.insert(i, sequence)
