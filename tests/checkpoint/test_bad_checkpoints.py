@@ -175,6 +175,10 @@ FOLDER_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: rewrite_header(d, lambda h: h[NORM].update(data_offsets=[-8, 248])),
         f"its entry for tensor {NORM} is malformed",
     ),
+    "empty shape": (
+        lambda d: rewrite_header(d, lambda h: h[NORM].update(shape=[2**60, 0])),
+        f"its entry for tensor {NORM} is malformed",
+    ),
     "shape and bytes disagree": (
         lambda d: rewrite_header(d, lambda h: h[NORM].update(shape=[65])),
         f"tensor {NORM} has 256 bytes, not the 260 of its shape and type",
@@ -308,6 +312,10 @@ GGUF_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "too many dimensions": (
         lambda f: patch_tensor(f, b"output_norm.weight", 0, struct.pack("<I", 5)),
         "is damaged: tensor output_norm.weight has 5 dimensions",
+    ),
+    "empty dimension": (
+        lambda f: patch_tensor(f, b"output_norm.weight", 4, struct.pack("<Q", 0)),
+        "is damaged: tensor output_norm.weight has an empty dimension",
     ),
     "misaligned tensor": (
         lambda f: patch_tensor(f, b"output_norm.weight", 4 + 8 + 4, struct.pack("<Q", 3)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import tokenizers
 import torch
 import transformers
 
+from pelton.errors import MissingDependencyError
 from pelton.models.checkpoint import check_tensors, open_checkpoint
 from pelton.quant.blocks import dequantize
 from tests.checkpoint.makers import ARCHITECTURES, CHAT_TEMPLATE, tiny_hf_checkpoint, tiny_model
@@ -170,6 +172,30 @@ def test_no_template_writes_none(tmp_path: Path) -> None:
     edit_json(folder / "tokenizer_config.json", chat_template=None)
     written(folder, tmp_path / "out")
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
+
+
+def test_vocab_and_merges_files_are_converted_by_transformers(tmp_path: Path) -> None:
+    folder = tiny_hf_checkpoint("llama", tmp_path)
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    expected = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    tokenizer, special = written(folder, tmp_path / "out")
+    for text in ("hello world", "  a\n<|im_end|>é"):
+        assert tokenizer.encode(text).ids == expected.encode(text).ids
+    assert special["eos_token_ids"] == [287]
+
+
+def test_a_foreign_tokenizer_without_transformers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_hf_checkpoint("llama", tmp_path)
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingDependencyError, match="needs transformers to be converted: pip install"):
+        open_checkpoint(folder).write_tokenizer(tmp_path)
 
 
 def test_padding_and_truncation_of_training_are_dropped(tmp_path: Path) -> None:

@@ -167,6 +167,8 @@ class GGUFFile:
         if not 1 <= ndim <= 4:
             raise CheckpointError(f"{self.path} is damaged: tensor {name} has {ndim} dimensions")
         dims = struct.unpack_from(f"<{ndim}Q", self._map, self._at)
+        if 0 in dims:
+            raise CheckpointError(f"{self.path} is damaged: tensor {name} has an empty dimension")
         self._at += 8 * ndim
         return name, tuple(reversed(dims)), self._scalar("I"), self._scalar("Q")
 

@@ -94,7 +94,7 @@ class SafetensorsFile:
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged(f"its entry for tensor {name} is malformed") from error
         type_name, itemsize = _TYPES.get(type_code, (type_code.lower(), 0))
-        if min(shape, default=0) < 0 or begin < 0 or end < begin:
+        if min(shape, default=1) < 1 or begin < 0 or end < begin:
             raise self._damaged(f"its entry for tensor {name} is malformed")
         if start + end > len(self._map):
             raise self._truncated(f"tensor {name}")

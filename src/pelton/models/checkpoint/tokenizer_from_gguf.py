@@ -261,12 +261,13 @@ def _merges(vocab: Mapping[str, int], priority: Mapping[str, float]) -> Iterator
     """
     found = []
     for token in vocab:
-        pairs = [
-            (vocab[token[:cut]], vocab[token[cut:]], cut)
-            for cut in range(1, len(token))
-            if token[:cut] in vocab and token[cut:] in vocab
-        ]
-        pairs.sort()
+        pairs = []
+        for cut in range(1, len(token)):
+            left = vocab.get(token[:cut])
+            if left is not None and (right := vocab.get(token[cut:])) is not None:
+                pairs.append((left, right, cut))
+        if len(pairs) > 1:
+            pairs.sort()
         found += [(priority[token], token, cut) for _, _, cut in pairs]
     found.sort(key=lambda entry: -entry[0])  # stable
     for _, token, cut in found:
