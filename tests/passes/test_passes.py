@@ -22,6 +22,7 @@ from pelton.passes import (
     PassReport,
     add_rms_norm,
     dead_code,
+    early_take_rows,
     fuse_gate_mlp,
     fuse_qkv,
     rope_kv_write,
@@ -97,16 +98,17 @@ def test_what_is_left_of_a_llama_layer() -> None:
         "linear",
         "rope_kv_write",
         "paged_attention",
+        "take_rows",
         "linear",
+        "take_rows",
         "add_rms_norm",
         "linear",
         "gated_activation",
         "linear",
-        "take_rows",
-        "rms_norm",
+        "add_rms_norm",
         "linear",
     ]
-    assert (reports["add_rms_norm"].changed, reports["rope_kv_write"].changed) == (1, 1)
+    assert (reports["add_rms_norm"].changed, reports["rope_kv_write"].changed) == (2, 1)
 
 
 def test_fused_q_k_and_v_are_views_of_one_tensor() -> None:
@@ -230,6 +232,35 @@ def test_a_sum_that_is_normalised_twice_is_fused_once() -> None:
     assert report.skipped == (("rms_norm_1", "getitem_1 is already fused with another norm"),)
 
 
+def test_rows_are_taken_right_after_the_last_attention() -> None:
+    model = load_ours(zoo.llama())
+    graph = trace(model, max_seq_len=64, block_size=4)
+    report = early_take_rows.run(graph, FLOAT32)
+    graph.module.recompile()
+    verify(graph)
+    assert (report.matched, report.changed) == (1, 1)
+    rows = {n.meta["where"]: graph.type_of(n).shape[0] for n in graph.calls if op_name(n) == "linear"}
+    assert {w for w, first in rows.items() if first == "N"} == {
+        "model.layers.2.self_attn.o_proj",
+        *(f"model.layers.2.mlp.{p}_proj" for p in ("gate", "up", "down")),
+        "lm_head",
+    }
+    arguments = PagedRunner(model).arguments([(0, [1, 2, 3]), (1, [4, 5])], rows=[2, 4])
+    assert relative_error(graph_forward(graph, model)(*arguments), model(*arguments)) < 1e-6
+
+
+def test_rows_that_other_readers_need_are_taken_late(llama_graph: Graph) -> None:
+    """The last sum is read by one more KV write, which needs every row of it."""
+    take = next(n for n in llama_graph.calls if op_name(n) == "take_rows")
+    write = [n for n in llama_graph.calls if op_name(n) == "kv_write"][-1]
+    with llama_graph.fx_graph.inserting_before(take):
+        keys = llama_graph.fx_graph.call_function(torch.ops.aten.view.default, (take.args[0], [-1, 4, 8]))
+    keys.meta = {"val": torch.ops.aten.view.default(take.args[0].meta["val"], [-1, 4, 8]), "where": ""}  # type: ignore[union-attr]
+    llama_graph.insert_call("kv_write", (keys, keys, *write.args[2:]), like=write, before=take)
+    report = early_take_rows.run(llama_graph, FLOAT32)
+    assert report.skipped == (("take_rows", "add_5 is read elsewhere or is not row-wise"),)
+
+
 def test_dead_code_keeps_effects_and_drops_the_weights_of_what_it_drops(llama_graph: Graph) -> None:
     """The last layer's attention is disconnected; its KV write must survive."""
     last = [n for n in llama_graph.calls if op_name(n) == "aten.add.Tensor"][-2]
@@ -269,6 +300,11 @@ def test_a_pass_that_breaks_a_shape_is_caught(llama_graph: Graph) -> None:
 def test_explain_shows_what_each_pass_changed(llama_graph: Graph) -> None:
     shown: list[str] = []
     run_graph_passes(GRAPH_PASSES, llama_graph, FLOAT32, explain=shown.append)
-    assert [text.split("\n")[0] for text in shown] == ["add_rms_norm", "rope_kv_write"]
-    assert "-kv_write = kv_write(rope_1, view_2, k_cache.0, v_cache.0, slot_mapping.0) -> ()" in shown[1]
-    assert "+rope_kv_write = rope_kv_write(view, view_1, view_2, rope_cos_sin, k_cache.0" in shown[1]
+    assert [text.split("\n")[0] for text in shown] == [
+        "early_take_rows",
+        "add_rms_norm",
+        "rope_kv_write",
+        "dead_code",
+    ]
+    assert "-kv_write = kv_write(rope_1, view_2, k_cache.0, v_cache.0, slot_mapping.0) -> ()" in shown[2]
+    assert "+rope_kv_write = rope_kv_write(view, view_1, view_2, rope_cos_sin, k_cache.0" in shown[2]

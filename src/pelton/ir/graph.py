@@ -116,6 +116,14 @@ class Graph:
         item.meta = {"val": node.meta["val"][index], "where": node.meta["where"]}
         return item
 
+    def infer(self, node: fx.Node) -> None:
+        """Record anew what the call ``node`` gives, after its inputs have changed."""
+        args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+        kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
+        op = op_of(node)
+        compute: Any = node.target if op is None else op.shape_rule
+        node.meta["val"] = compute(*args, **kwargs)
+
     def erase(self, node: fx.Node) -> None:
         """Remove a node that nobody reads."""
         self.fx_graph.erase_node(node)
