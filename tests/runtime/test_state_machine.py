@@ -236,7 +236,7 @@ class ExecutorMachine(RuleBasedStateMachine):
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 TestExecutor = ExecutorMachine.TestCase
 TestExecutor.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=CHECKS
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=CHECKS
 )
 
 

@@ -120,23 +120,30 @@ def _sample_rows(logits_NV: Float32, sequences: Seq[Sequence], rows: list[int]) 
     """Tokens of ``rows``, which need more than an argmax, and those rows whose every token is masked."""
     work_MV = logits_NV[rows]
     batch = [sequences[i] for i in rows]
-    excluded = set()
+    tokens, excluded, drawn = [-1] * len(rows), set(), []
     for j, sequence in enumerate(batch):
-        processor = logits_processor(sequence)
+        processor, row_V = logits_processor(sequence), work_MV[j]
         if not processor.is_noop(sequence):
-            processor.apply(work_MV[j], sequence)
-            if work_MV[j].max() == -np.inf:
+            processor.apply(row_V, sequence)
+            tokens[j] = int(row_V.argmax())
+            if row_V[tokens[j]] == -np.inf:
                 excluded.add(rows[j])
-                work_MV[j] = 0.0
-    params = [sequence.request.sampling for sequence in batch]
-    ids_M, _ = sample_kernel(
-        work_MV,
-        np.array([p.temperature for p in params], np.float32),
-        np.array([p.top_k for p in params], np.int32),
-        np.array([p.top_p for p in params], np.float32),
-        np.array([p.min_p for p in params], np.float32),
-        np.array([sequence.request.seed for sequence in batch], np.uint64),
-        np.array([sequence.num_tokens for sequence in batch], np.int64),
-        want_logprobs=False,
-    )
-    return ids_M.tolist(), excluded
+                continue
+        if sequence.request.sampling.temperature > 0:
+            drawn.append(j)
+    if drawn:
+        kept_KV = work_MV if len(drawn) == len(rows) else work_MV[drawn]
+        params = [batch[j].request.sampling for j in drawn]
+        ids_K, _ = sample_kernel(
+            kept_KV,
+            np.array([p.temperature for p in params], np.float32),
+            np.array([p.top_k for p in params], np.int32),
+            np.array([p.top_p for p in params], np.float32),
+            np.array([p.min_p for p in params], np.float32),
+            np.array([batch[j].request.seed for j in drawn], np.uint64),
+            np.array([batch[j].num_tokens for j in drawn], np.int64),
+            want_logprobs=False,
+        )
+        for j, token in zip(drawn, ids_K.tolist(), strict=True):
+            tokens[j] = token
+    return tokens, excluded
