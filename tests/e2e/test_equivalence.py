@@ -19,7 +19,7 @@ from pelton.runtime.executor import Executor
 from pelton.runtime.request import Request, SamplingParams
 from tests.checkpoint.makers import VOCAB_SIZE, tiny_hf_checkpoint
 
-BLOCK, MAX_LEN = 4, 64
+BLOCK, MAX_LEN = 8, 96
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -80,14 +80,14 @@ def used_blocks(executor: Executor) -> int:
     answers=st.integers(1, 20),
     shared=st.integers(0, 24),
     budget=st.integers(3, 40),
-    blocks=st.integers(17, 40),
+    blocks=st.integers(13, 30),
 )
 def test_solo_batched_chunked_cached_and_preempted_answers_are_equal(
     engine: Path, seed: int, lengths: list[int], answers: int, shared: int, budget: int, blocks: int
 ) -> None:
     rng = np.random.default_rng(seed)
     common = rng.integers(0, VOCAB_SIZE, shared).tolist()
-    prompts = [(common + rng.integers(0, VOCAB_SIZE, n).tolist())[: MAX_LEN - 21] for n in lengths]
+    prompts = [(common + rng.integers(0, VOCAB_SIZE, n).tolist())[:64] for n in lengths]
     prompts.append(prompts[0])  # a full prefix hit
 
     with pelton.Session(engine, threads=1) as session:

@@ -7,12 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 import pelton
-from pelton.models.checkpoint import open_checkpoint
-from pelton.quant.blocks import dequantize
+from tests.e2e import oracle
 from tests.e2e.stepper import Stepper, relative_error
 
 PROMPTS = [
@@ -41,19 +38,8 @@ NEW_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def oracle(smollm2_gguf: Path) -> Any:
-    """transformers' Llama, float32, with the file's own values."""
-    checkpoint = open_checkpoint(str(smollm2_gguf))
-    config = transformers.AutoConfig.for_model(**{**checkpoint.config, "dtype": "float32"})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    state = {}
-    for name, info in checkpoint.tensors.items():
-        state[name] = torch.from_numpy(dequantize(checkpoint.read(name)).reshape(info.shape))
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model
+def model(smollm2_gguf: Path) -> Any:
+    return oracle.load(smollm2_gguf)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +50,7 @@ def exact_engine(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -
     return engine
 
 
-def test_greedy_text_equals_transformers(oracle: Any, exact_engine: Path) -> None:
+def test_greedy_text_equals_transformers(model: Any, exact_engine: Path) -> None:
     """64 tokens on 20 prompts; a difference only where the oracle's top two are closer than our error.
 
     The oracle is run over our own answers: if every token is its choice given the ones before, the two
@@ -78,8 +64,7 @@ def test_greedy_text_equals_transformers(oracle: Any, exact_engine: Path) -> Non
         for index, out in enumerate(outputs):
             prompt, answer = list(out.prompt_token_ids), out.outputs[0].token_ids
             assert len(answer) == NEW_TOKENS
-            with torch.no_grad():
-                logits = np.asarray(oracle(torch.tensor([prompt + answer])).logits[0])
+            logits = oracle.logits(model, prompt + answer)
             stepper = Stepper(session)
             rows = {0: stepper.step({0: prompt})[0][0]}
             for i in (8, 24, 63):  # our error, measured along the answer

@@ -1,0 +1,37 @@
+"""``transformers`` with a checkpoint's own (dequantised) values, float32, eager attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from pelton.ir.evaluate import evaluate
+from pelton.models.checkpoint import open_checkpoint
+from pelton.quant.blocks import dequantize
+
+
+def load(path: Path) -> Any:
+    """The model of a checkpoint that Pelton's readers open (GGUF among them)."""
+    checkpoint = open_checkpoint(str(path))
+    config = transformers.AutoConfig.for_model(**checkpoint.config)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    state = {}
+    for name, info in checkpoint.tensors.items():
+        values = dequantize(evaluate(checkpoint.source(name), checkpoint.read))
+        state[name] = torch.from_numpy(values.reshape(info.shape))
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model
+
+
+def logits(model: Any, ids: list[int]) -> np.ndarray:
+    """(len(ids), vocab) float32."""
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor([ids])).logits[0])
