@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "pelton_find_kernel_at": (pointer, text, i32),
         "pelton_team_create": (pointer, i32),
         "pelton_team_destroy": (None, pointer),
-        "pelton_run_kernel": (i32, pointer, pointer, ctypes.POINTER(_Call)),
+        "pelton_run_kernel": (i32, pointer, pointer, ctypes.POINTER(_Call), ctypes.c_int64),
         "pelton_plan_create": (pointer, pointer, text, ctypes.c_int64),
         "pelton_plan_destroy": (None, pointer),
         "pelton_plan_run": (i32, pointer, pointer, pointer, pointer, i32, pointer),
@@ -198,6 +198,19 @@ class Team:
     ) -> None:
         """Run one kernel, by default its best version for this CPU. Raises ``ValueError`` when
         there is none (at ``level``)."""
+        self.repeat(kernel, inputs, outputs, attrs, workspace_bytes=workspace_bytes, level=level)(1)
+
+    def repeat(
+        self,
+        kernel: str,
+        inputs: Sequence[Array | NativeTensor | None],
+        outputs: Sequence[Array | NativeTensor],
+        attrs: Sequence[Attr] = (),
+        *,
+        workspace_bytes: int = 0,
+        level: str | None = None,
+    ) -> Callable[[int], None]:
+        """As ``run``, but a function that runs the kernel n times in a row: to time it."""
         lib = load_library()
         fn = lib.pelton_find_kernel(kernel.encode())
         if level is not None:
@@ -223,8 +236,14 @@ class Team:
             n_out=len(outputs),
             n_attrs=len(attrs),
         )
-        if code := lib.pelton_run_kernel(self._handle, fn, ctypes.byref(call)):
-            raise ValueError(f"kernel {kernel} (level {level or 'best'}) cannot run: {ERRORS[code]}")
+        borrowed = (inputs, outputs, tensors, pointers, values, workspace)
+
+        def run(n: int) -> None:
+            assert borrowed
+            if code := lib.pelton_run_kernel(self._handle, fn, ctypes.byref(call), n):
+                raise ValueError(f"kernel {kernel} (level {level or 'best'}) cannot run: {ERRORS[code]}")
+
+        return run
 
     def close(self) -> None:
         """End the threads; idempotent."""

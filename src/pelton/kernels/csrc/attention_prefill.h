@@ -15,10 +15,10 @@ constexpr int kBlockCols = 2 * LANES;
 constexpr int64_t kTileRows = 72;  // rows of a query tile, about
 
 inline int64_t queries_per_tile(const Attention& a) {
-  // Q and O of a tile, K^T and V must fit in the scratch.
+  // Q, O and scores of a tile, K^T and V must fit in the scratch.
   const int64_t width = round_up(a.dim, kBlockCols);
   const int64_t floats = PELTON_SCRATCH_BYTES / (int64_t)sizeof(float) - kTile * (a.dim + width) - 4096;
-  int64_t rows = floats / (a.dim + width + 2);
+  int64_t rows = floats / (a.dim + width + kTile + 2);
   rows = rows < kTileRows ? rows : kTileRows;
   return rows > a.group ? rows / a.group : 1;
 }
@@ -150,14 +150,21 @@ inline void softmax_row(float* s, int64_t cols, int64_t lo, int64_t hi, float ca
     store(s + j, e);
     sum = sum + e;
   }
-  if (new_top != *top) {
+  if (new_top != *top && *total != 0) {
     const float shrink = expf(*top - new_top);
     *total *= shrink;
     const vf x = vset(shrink);
     for (int64_t i = 0; i < width; i += LANES) store(out + i, load(out + i) * x);
-    *top = new_top;
   }
+  *top = new_top;
   *total += hsum(sum);
+}
+
+// Columns of the key tile at `t` that some of rows [r, r + n) may see (0: none).
+inline int64_t seen_columns(const Attention& a, int64_t position, int64_t t, int64_t r, int64_t n) {
+  const int64_t newest = position + (r + n - 1) / a.group, oldest = position + r / a.group;
+  if (newest < t || a.first_key(oldest) >= t + kTile) return 0;
+  return newest + 1 - t < kTile ? newest + 1 - t : kTile;
 }
 
 // Query tile `tile` of sequence b for one KV head.
@@ -173,7 +180,7 @@ void prefill_tile(const Attention& a, int64_t b, int64_t head, int64_t tile, flo
   float* kt = out + rows * width;
   float* vt = kt + dim * kTile;
   float* s = vt + kTile * width;
-  float* top = s + kBlockRows * kTile;
+  float* top = s + rows * kTile;
   float* total = top + rows;
 
   const vf scale = vset(a.scale);
@@ -196,19 +203,21 @@ void prefill_tile(const Attention& a, int64_t b, int64_t head, int64_t tile, flo
     a.offsets(a.v, b, head, begin, end, at);
     pack_values<DTYPE>(a, at, begin - t, end - begin, width, vt);
 
+    // All scores, then all outputs: K^T, and after it V, stays in the first-level cache.
     for (int64_t r = 0; r < rows; r += kBlockRows) {
-      const int64_t n = rows - r < kBlockRows ? rows - r : kBlockRows;
-      const int64_t newest = position + (r + n - 1) / a.group, oldest = position + r / a.group;
-      const int64_t seen = newest + 1 - t < kTile ? newest + 1 - t : kTile;  // columns of the newest query
-      if (seen <= 0 || a.first_key(oldest) >= t + kTile) continue;
+      const int64_t n = rows - r < kBlockRows ? rows - r : kBlockRows, seen = seen_columns(a, position, t, r, n);
+      if (seen <= 0) continue;
       const int64_t cols = round_up(seen, kBlockCols);
-      multiply<false>(q + r * dim, dim, kt, kTile, s, kTile, n, cols, dim);
-      for (int64_t i = 0; i < n; i++) {
-        const int64_t p = position + (r + i) / a.group, low = a.first_key(p) - t;
-        softmax_row(s + i * kTile, cols, low > 0 ? low : 0, p + 1 - t < kTile ? p + 1 - t : kTile, a.cap, top + r + i,
-                    total + r + i, out + (r + i) * width, width);
+      multiply<false>(q + r * dim, dim, kt, kTile, s + r * kTile, kTile, n, cols, dim);
+      for (int64_t i = r; i < r + n; i++) {
+        const int64_t p = position + i / a.group, low = a.first_key(p) - t;
+        softmax_row(s + i * kTile, cols, low > 0 ? low : 0, p + 1 - t < kTile ? p + 1 - t : kTile, a.cap, top + i,
+                    total + i, out + i * width, width);
       }
-      multiply<true>(s, kTile, vt, width, out + r * width, width, n, width, seen);
+    }
+    for (int64_t r = 0; r < rows; r += kBlockRows) {
+      const int64_t n = rows - r < kBlockRows ? rows - r : kBlockRows, seen = seen_columns(a, position, t, r, n);
+      if (seen > 0) multiply<true>(s + r * kTile, kTile, vt, width, out + r * width, width, n, width, seen);
     }
   }
 

@@ -98,8 +98,9 @@ enum {
   PELTON_ERROR_MEMORY = 5,
 };
 
-// Run one kernel on a team.
-PELTON_EXPORT int pelton_run_kernel(pelton_team* team, pelton_kernel kernel, const pelton_call* call);
+// Run one kernel on a team `repeat` times, a barrier after each (to time it, else 1).
+PELTON_EXPORT int pelton_run_kernel(pelton_team* team, pelton_kernel kernel, const pelton_call* call,
+                                    int64_t repeat);
 
 // ---- Sampling (sampling/reference.py states the rules) -------------------------------------------
 

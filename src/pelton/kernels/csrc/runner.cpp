@@ -245,20 +245,24 @@ void step(void* arg, pelton_team* team, int thread) {
 struct OneKernel {
   pelton_kernel kernel;
   const pelton_call* call;
+  int64_t repeat;
 };
 
 void one_kernel(void* arg, pelton_team* team, int thread) {
   OneKernel* one = static_cast<OneKernel*>(arg);
-  one->kernel(one->call, team, thread);
+  for (int64_t i = 0; i < one->repeat; i++) {
+    if (i) pelton_barrier(team, thread);
+    one->kernel(one->call, team, thread);
+  }
 }
 
 }  // namespace
 
 extern "C" {
 
-int pelton_run_kernel(pelton_team* team, pelton_kernel kernel, const pelton_call* call) {
+int pelton_run_kernel(pelton_team* team, pelton_kernel kernel, const pelton_call* call, int64_t repeat) {
   if (!kernel) return PELTON_ERROR_KERNEL;
-  OneKernel one = {kernel, call};
+  OneKernel one = {kernel, call, repeat};
   return pelton_team_run(team, one_kernel, &one);
 }
 
