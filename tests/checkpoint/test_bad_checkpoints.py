@@ -352,6 +352,22 @@ METADATA_CASES: dict[str, tuple[dict, str]] = {
         {"llama.attention.head_count_kv": [2, 1, 2]},
         "has llama.attention.head_count_kv varying by layer, which Pelton does not support",
     ),
+    "number of another type": (
+        {"llama.rope.freq_base": "ten thousand"},
+        "has llama.rope.freq_base = 'ten thousand', not a positive number",
+    ),
+    "negative number": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -2.0},
+        "has llama.rope.scaling.factor = -2.0, not a positive number",
+    ),
+    "no heads": (
+        {"llama.attention.head_count": 0},
+        "has llama.attention.head_count = 0, which must be positive",
+    ),
+    "rows do not divide into heads": (
+        {"llama.attention.head_count": 5},
+        "is damaged: the 64 rows of blk.0.attn_q.weight do not divide into 5 heads",
+    ),
     "values wider than keys": (
         {"llama.attention.value_length": 32},
         "has keys of 16 and values of 32 per head",

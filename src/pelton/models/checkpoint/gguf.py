@@ -49,6 +49,7 @@ class GGUFCheckpoint(Checkpoint):
         }
         shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
         self.config = config_from_metadata(Metadata(str(path), self.arch, metadata), shapes, factors)
+        self._check_heads()
         self._tokenizer = GGUFTokenizer(path, self.arch, metadata)
         self.generation_config = self._tokenizer.generation_config()
         self.config |= self.generation_config
@@ -137,6 +138,17 @@ class GGUFCheckpoint(Checkpoint):
             raise CheckpointError(
                 f"{self.path}: tensor {tensor.name} has type {tensor.type}, which is no type for weights"
             )
+
+    def _check_heads(self) -> None:
+        """Rows that ``read`` permutes must divide into the heads that the metadata states."""
+        for tensor in self._stored.values():
+            if self._names.part(tensor.name) in self._names.permuted:
+                heads = self._heads(tensor.name)
+                if tensor.shape[0] % (2 * heads):
+                    raise CheckpointError(
+                        f"{self.path} is damaged: the {tensor.shape[0]} rows of {tensor.name} do not divide "
+                        f"into {heads} heads"
+                    )
 
     def _heads(self, name: str) -> int:
         key = "num_attention_heads" if ".attn_q." in name else "num_key_value_heads"

@@ -44,6 +44,22 @@ class Metadata:
             raise CheckpointError(f"{self.path} has {self.arch}.{key} = {value!r}, not an integer")
         return value
 
+    def real(self, key: str, default: Any = _MISSING) -> Any:
+        """A number that is not negative, or the default."""
+        value = self.get(key, default)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise CheckpointError(f"{self.path} has {self.arch}.{key} = {value!r}, not a positive number")
+        return value
+
+    def count(self, key: str, default: Any = _MISSING) -> int:
+        """A positive integer."""
+        value = self.number(key, default)
+        if value < 1:
+            raise CheckpointError(f"{self.path} has {self.arch}.{key} = {value}, which must be positive")
+        return value
+
 
 def config_from_metadata(
     meta: Metadata, tensors: Mapping[str, tuple[int, ...]], factors: Mapping[str, npt.NDArray[np.float32]]
@@ -69,28 +85,28 @@ def config_from_metadata(
 
 
 def _common(meta: Metadata) -> Config:
-    hidden, heads = meta.number("embedding_length"), meta.number("attention.head_count")
+    hidden, heads = meta.count("embedding_length"), meta.count("attention.head_count")
     head_dim = meta.number("attention.key_length", 0)
     if not head_dim:
         head_dim = hidden // heads
         if meta.arch == "llama":
-            head_dim = meta.number("rope.dimension_count", head_dim)
+            head_dim = meta.count("rope.dimension_count", head_dim)
     if meta.number("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(
             f"{meta.path} has keys of {head_dim} and values of {meta.number('attention.value_length')} "
             f"per head; Pelton needs them equal"
         )
-    rotary = meta.number("rope.dimension_count", head_dim)
+    rotary = meta.count("rope.dimension_count", head_dim)
     config = {
         "hidden_size": hidden,
-        "intermediate_size": meta.number("feed_forward_length"),
-        "num_hidden_layers": meta.number("block_count"),
+        "intermediate_size": meta.count("feed_forward_length"),
+        "num_hidden_layers": meta.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.number("attention.head_count_kv", heads),
+        "num_key_value_heads": meta.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": meta.number("context_length"),
-        "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon"),
-        "rope_theta": meta.get("rope.freq_base", 10000.0),
+        "max_position_embeddings": meta.count("context_length"),
+        "rms_norm_eps": meta.real("attention.layer_norm_rms_epsilon"),
+        "rope_theta": meta.real("rope.freq_base", 10000.0),
         "hidden_act": "silu",
         "attention_bias": False,
     }
@@ -130,8 +146,8 @@ def _gemma2(meta: Metadata, config: Config, tensors: Mapping[str, tuple[int, ...
         **_GELU,
         "sliding_window": meta.number("attention.sliding_window", 4096),
         "layer_types": _layer_types(meta, period=2),
-        "attn_logit_softcapping": meta.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": meta.get("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": meta.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": meta.real("final_logit_softcapping", 30.0),
         # The 27B model alone scales by hidden_size / heads.
         "query_pre_attn_scalar": _query_scalar(config, exception=config["num_hidden_layers"] == 46),
     }
@@ -146,10 +162,10 @@ def _gemma3(meta: Metadata, config: Config, tensors: Mapping[str, tuple[int, ...
         "sliding_window": meta.number("attention.sliding_window"),
         "sliding_window_pattern": period,
         "layer_types": _layer_types(meta, period),
-        "rope_theta": meta.get("rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0),
-        "attn_logit_softcapping": meta.get("attn_logit_softcapping", None),
-        "final_logit_softcapping": meta.get("final_logit_softcapping", None),
+        "rope_theta": meta.real("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": meta.real("rope.freq_base_swa", 10000.0),
+        "attn_logit_softcapping": meta.real("attn_logit_softcapping", None),
+        "final_logit_softcapping": meta.real("final_logit_softcapping", None),
         "query_pre_attn_scalar": _query_scalar(config, exception=config["num_hidden_layers"] == 62),
     }
 
@@ -162,7 +178,7 @@ def _query_scalar(config: Config, *, exception: bool) -> int:
 
 def _layer_types(meta: Metadata, period: int) -> list[str]:
     """Every ``period``-th layer sees everything, the others a window; a list in the file overrides."""
-    layers = meta.number("block_count")
+    layers = meta.count("block_count")
     pattern = meta.get("attention.sliding_window_pattern", period)
     if isinstance(pattern, list):
         if len(pattern) != layers:
@@ -190,13 +206,13 @@ def _gpt2(meta: Metadata) -> Config:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": meta.number("block_count"),
-        "n_embd": meta.number("embedding_length"),
-        "n_head": meta.number("attention.head_count"),
-        "n_inner": meta.number("feed_forward_length"),
-        "n_positions": meta.number("context_length"),
-        "n_ctx": meta.number("context_length"),
-        "layer_norm_epsilon": meta.get("attention.layer_norm_epsilon"),
+        "n_layer": meta.count("block_count"),
+        "n_embd": meta.count("embedding_length"),
+        "n_head": meta.count("attention.head_count"),
+        "n_inner": meta.count("feed_forward_length"),
+        "n_positions": meta.count("context_length"),
+        "n_ctx": meta.count("context_length"),
+        "layer_norm_epsilon": meta.real("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
     }
 
@@ -227,22 +243,22 @@ def _rope_scaling(
             "short_factor": short.tolist(),
             "original_max_position_embeddings": original or config["max_position_embeddings"],
         }
-        attention = meta.get("rope.scaling.attn_factor", None)
+        attention = meta.real("rope.scaling.attn_factor", None)
         return scaling | ({} if attention is None else {"attention_factor": attention})
     kind = meta.get("rope.scaling.type", "none")
-    factor = meta.get("rope.scaling.factor", meta.get("rope.scale_linear", 1.0))
+    factor = meta.real("rope.scaling.factor", meta.real("rope.scale_linear", 1.0))
     if kind == "linear" or (kind == "none" and factor not in (0.0, 1.0)):
         return None if factor in (0.0, 1.0) else {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
+    if kind == "yarn" and factor > 0:
         scaling = {
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": original or config["max_position_embeddings"],
         }
         for hf in ("beta_fast", "beta_slow"):
-            if (value := meta.get(f"rope.scaling.yarn_{hf}", None)) is not None:
+            if (value := meta.real(f"rope.scaling.yarn_{hf}", None)) is not None:
                 scaling[hf] = value
-        if (value := meta.get("rope.scaling.attn_factor", None)) is not None:
+        if (value := meta.real("rope.scaling.attn_factor", None)) is not None:
             # llama.cpp's factor comes on top of YaRN's own, Hugging Face's replaces it.
             scaling["attention_factor"] = value * (1 + 0.1 * math.log(factor))
         return scaling

@@ -28,7 +28,6 @@ _END_OF_TURN = (
     "<end_of_turn>",
     "<|endoftext|>",
     "<|end_of_text|>",
-    "</s>",
     "<EOT>",
     "<｜end▁of▁sentence｜>",
 )
