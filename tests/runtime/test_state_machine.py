@@ -246,5 +246,5 @@ class _Longer(ExecutorMachine):
 
 TestExecutorLonger = pytest.mark.slow(_Longer.TestCase)
 TestExecutorLonger.settings = settings(
-    max_examples=1500, stateful_step_count=80, deadline=None, suppress_health_check=CHECKS
+    max_examples=500, stateful_step_count=80, deadline=None, suppress_health_check=CHECKS
 )
