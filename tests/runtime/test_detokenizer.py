@@ -60,8 +60,8 @@ def test_real_tokenizers(fixture: str, request: pytest.FixtureRequest) -> None:
     cases = [tokenizer.encode(text) for text in TEXTS]
     cases += [tokenizer.encode("".join(rng.sample(text, len(text)))) for text in TEXTS]
     cases += [[rng.randrange(tokenizer.vocab_size) for _ in range(60)] for _ in range(150)]
-    # Mostly tokens that are parts of characters.
-    pieces = [i for i in range(tokenizer.vocab_size) if "\ufffd" in tokenizer.decode([i], False)]
+    # Mostly tokens that are parts of characters; both vocabularies have theirs among the first.
+    pieces = [i for i in range(10_000) if "\ufffd" in tokenizer.decode([i], False)]
     assert len(pieces) > 100
     cases += [
         [rng.choice(pieces) if rng.random() < 0.8 else rng.randrange(tokenizer.vocab_size) for _ in range(60)]

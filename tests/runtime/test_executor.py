@@ -291,6 +291,21 @@ def test_prompt_logprobs_score_every_prompt_token_and_bypass_hits() -> None:
     assert_idle(executor)
 
 
+def test_broken_logits_inside_a_scored_prompt_are_an_error_that_names_the_position() -> None:
+    def edit(batch: object, logits: np.ndarray) -> None:  # type: ignore[type-arg]
+        rows = batch.positions_T[batch.logits_indices_N]  # type: ignore[attr-defined]
+        logits[rows == 9, 5] = np.nan
+
+    executor = Executor(FakeSession(edit_logits=edit))
+    executor.add(make_request("plain", list(range(12)), max_tokens=1))
+    executor.add(make_request("scored", list(range(12)), max_tokens=1, prompt_logprobs=0))
+    updates = drain(executor)
+    assert updates["plain"][-1].finish_reason == "length"
+    assert updates["scored"][-1].error is not None
+    assert "logits at position 9 are not finite" in updates["scored"][-1].error
+    assert_idle(executor)
+
+
 def test_settings_beyond_the_engine_are_refused() -> None:
     session = FakeSession()
     with pytest.raises(ConfigError, match="max_num_seqs is 9; this engine was built for 1 to 8"):
