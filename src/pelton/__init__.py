@@ -18,6 +18,7 @@ _LAZY = {
     "BuildConfig": "pelton.engine.config",
     "Session": "pelton.engine.session",
     "build": "pelton.builder.build",
+    "register_model": "pelton.models.registry",
     "PeltonError": "pelton.errors",
 }
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pelton.engine.config import BuildConfig as BuildConfig
     from pelton.engine.session import Session as Session
     from pelton.errors import PeltonError as PeltonError
+    from pelton.models.registry import register_model as register_model
     from pelton.runtime.request import CompletionOutput as CompletionOutput
     from pelton.runtime.request import RequestOutput as RequestOutput
     from pelton.runtime.request import SamplingParams as SamplingParams

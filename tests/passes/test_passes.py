@@ -13,7 +13,7 @@ from pelton import nn
 from pelton.builder.trace import trace
 from pelton.errors import BuildError
 from pelton.ir.graph import Graph, op_name
-from pelton.ir.recipe import Concat, Source
+from pelton.ir.recipe import Concat
 from pelton.ir.verifier import effects, verify
 from pelton.passes import (
     GRAPH_PASSES,
@@ -140,14 +140,6 @@ def test_projections_of_different_types_stay_apart(run: ModelPass, odd: str, whe
     assert (report.matched, report.changed) == (3, 2)
     assert report.skipped == ((f"model.layers.1.{where}", why),)
     assert f"model.layers.1.{where}.{odd}.weight" in nn.collect_recipes(model)
-
-
-def test_model_passes_use_the_checkpoints_own_recipes() -> None:
-    stored = PassContext(quant_of=lambda n: n.split("/")[0], source=lambda n: Source(f"q4_1/{n}"))
-    model = create(zoo.llama(num_hidden_layers=1))
-    assert fuse_qkv.run(model, stored).changed == 1
-    fused = nn.collect_recipes(model, stored.source)["model.layers.0.self_attn.qkv_proj.weight"]
-    assert [s.split("/")[0] for s in fused.sources()] == ["q4_1"] * 3
 
 
 def test_a_part_without_bias_stays_apart() -> None:

@@ -37,7 +37,10 @@ def trace(model: nn.CausalLM, *, max_seq_len: int, block_size: int = 16, kv_dtyp
         with torch.no_grad():
             program = torch.export.export(model, arguments, dynamic_shapes=dynamic, strict=False)
     except Exception as error:
-        raise BuildError(f"{type(model).__name__} could not be traced: {error}") from error
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        raise BuildError(f"{type(model).__name__} could not be traced: {reason}") from error
     graph = _wrap(program, model, described)
     verify(graph)
     return graph

@@ -28,9 +28,10 @@ _INERT = frozenset(
     """
     _name_or_path add_cross_attention architectures attention_dropout attn_implementation
     _attn_implementation_autoset attn_pdrop auto_map bos_token_id cache_implementation
-    chunk_size_feed_forward classifier_dropout dtype embd_pdrop eos_token_id finetuning_task id2label
-    initializer_range is_encoder_decoder label2id model_type n_ctx name_or_path pad_token_id
-    pretraining_tp problem_type resid_pdrop return_dict output_attentions output_hidden_states
+    chunk_size_feed_forward classifier_dropout dtype embd_pdrop eos_token_id finetuning_task
+    hidden_dropout id2label initializer_range is_llama_config is_encoder_decoder label2id model_type
+    n_ctx name_or_path pad_token_id pretraining_tp problem_type resid_pdrop return_dict
+    output_attentions output_hidden_states
     reorder_and_upcast_attn summary_activation summary_first_dropout summary_proj_to_labels
     summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype
     transformers_version transformers.js_config unk_token_id unsloth_fixed unsloth_version use_cache
@@ -42,6 +43,7 @@ _UNIMPLEMENTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("quantization_config", (None,)),
     ("compression_config", (None,)),
     ("use_bidirectional_attention", (None, False)),
+    ("rope_interleaved", (None, False)),
     ("num_local_experts", (None, 0)),
     ("num_experts", (None, 0)),
     ("add_cross_attention", (None, False)),

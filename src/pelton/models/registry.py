@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import Any, Protocol, cast
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -12,6 +13,8 @@ from pelton import nn
 from pelton.errors import CheckpointError
 from pelton.models.hf_config import HFConfig
 from pelton.registry import Registry
+
+M = TypeVar("M", bound=nn.CausalLM)
 
 
 class ModelClass(Protocol):
@@ -41,12 +44,29 @@ for _name, _where in {
     ARCHITECTURES.add(_name, _where)
 
 
+def register_model(name: str) -> Callable[[type[M]], type[M]]:
+    """Class decorator that makes the ``CausalLM`` class the architecture called ``name``.
+
+    A package outside Pelton names the module that does so in its entry points, and needs no fork:
+    ``[project.entry-points."pelton.models"]``, ``MyForCausalLM = "my_package.model"``.
+    """
+
+    def register(cls: type[M]) -> type[M]:
+        ARCHITECTURES.add(name, cast(ModelClass, cls))
+        return cls
+
+    return register
+
+
 def architecture_of(hf_config: Mapping[str, Any]) -> str:
     """The architecture's name; raises ``CheckpointError`` where it is missing or unknown."""
     names = hf_config.get("architectures") or []
     if not names:
         raise CheckpointError("config.json has no 'architectures': it does not say which model this is")
     for name in names:
+        if name not in ARCHITECTURES:
+            for entry in importlib.metadata.entry_points(group="pelton.models", name=name):
+                entry.load()
         if name in ARCHITECTURES:
             return str(name)
     raise CheckpointError(

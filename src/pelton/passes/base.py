@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pelton import nn
 from pelton.ir.graph import Graph
 from pelton.ir.printer import diff, to_text
-from pelton.ir.recipe import Recipe, Source
 from pelton.ir.verifier import check_same_effects, effects, verify
 
 
@@ -18,8 +17,6 @@ class PassContext:
 
     quant_of: Callable[[str], str]
     """Value type (dense dtype or block type) of a checkpoint tensor, by name."""
-    source: Callable[[str], Recipe] = Source
-    """Recipe of a Hugging Face tensor by name (``Checkpoint.source``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ PARTS = ("gate_proj", "up_proj")
 
 def run(model: nn.CausalLM, context: PassContext) -> PassReport:
     """Rewrite every unpacked ``nn.GatedMLP`` of ``model`` in place."""
-    recipes = nn.collect_recipes(model, context.source)
+    recipes = nn.collect_recipes(model)
     matched, changed, skipped = 0, 0, []
     for where, module in model.named_modules():
         if not isinstance(module, nn.GatedMLP):
