@@ -40,7 +40,10 @@ def trace(model: nn.CausalLM, *, max_seq_len: int, block_size: int = 16, kv_dtyp
         reason = next(
             (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
-        raise BuildError(f"{type(model).__name__} could not be traced: {reason}") from error
+        raise BuildError(
+            f"{type(model).__name__} could not be traced: {reason} (forward must not branch on values or "
+            "on the number of tokens or sequences; docs/adding-a-model.md says what it may do)"
+        ) from error
     graph = _wrap(program, model, described)
     verify(graph)
     return graph
