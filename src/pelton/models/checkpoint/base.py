@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from pelton.dtypes import BLOCK_TYPES
 from pelton.errors import CheckpointError
 from pelton.ir.evaluate import infer_shape
 from pelton.ir.recipe import Recipe, Source
@@ -207,8 +208,6 @@ _SCALE_OFFSETS = {
 
 
 def _count_non_finite(tensor: HostTensor) -> int:
-    from pelton.dtypes import BLOCK_TYPES
-
     if tensor.dense:
         if tensor.quant in ("float32", "float16"):
             return int(tensor.data.size - np.isfinite(tensor.data).sum())
