@@ -122,7 +122,7 @@ def _check(folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: Eng
     """Compare the written engine with a fresh model that no pass has touched."""
     max_seq_len = compiled.config.max_seq_len
     assert max_seq_len is not None
-    steps, blocks = probe_steps(config, seed=len(compiled.weights))
+    steps, blocks = probe_steps(config, folder / "tokenizer", seed=len(compiled.weights))
     model = create_model(checkpoint.config, max_seq_len=max_seq_len)
     recipes = model_recipes(model, checkpoint.source)
     reference = EagerReference(model, recipes, checkpoint.read, config, blocks)

@@ -110,8 +110,13 @@ class _Extraction:
         if node.target is operator.getitem:
             self._fake[node] = arguments[0][arguments[1]]
             return
-        self._fake[node] = node.target(*arguments, **named)  # type: ignore[operator]
         compute = self._as_op(node)
+        recorded = node.meta["val"]
+        if compute is not None and not any(_storage(t) in self._roots for t in _tensors(recorded)):
+            # A fresh tensor is as good as the recorded one; only views need running.
+            self._fake[node] = recorded
+        else:
+            self._fake[node] = node.target(*arguments, **named)  # type: ignore[operator]
         if compute is None:
             for tensor in _tensors(self._fake[node]):
                 if _storage(tensor) not in self._roots:

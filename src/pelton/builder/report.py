@@ -26,7 +26,7 @@ class TacticReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine against the eager reference model on fresh random inputs."""
+    """The engine against the eager reference model, on text."""
 
     runner: str
     """What computed the engine's side: native or reference."""

@@ -20,7 +20,7 @@ MAX_SEQ_LEN = 8192
 MAX_NUM_TOKENS = 512
 BLOCK_SIZE = 16
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("float32", "int8")
 KV_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -111,16 +111,10 @@ def _resolve_tokens(values: dict[str, Any], notes: list[str]) -> None:
 def _resolve_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:
     stored = facts.dense_dtype
     if values["dtype"] is None:
-        values["dtype"] = "bfloat16" if stored == "bfloat16" else "float32"
-        if stored == "float16":
-            notes.append(
-                "float16 weights become float32, because bfloat16 would drop 3 of their 10 mantissa bits; "
-                "dtype bfloat16 halves their memory"
-            )
-    else:
-        _choice("dtype", values["dtype"], DTYPES)
-        if stored not in (None, "bfloat16") and values["dtype"] == "bfloat16":
-            notes.append(f"{stored} weights are rounded to bfloat16, as dtype asks")
+        # The checkpoint's own: all of its bits, and no more. Without dense matrices it does not matter.
+        values["dtype"] = stored or "float32"
+    elif _choice("dtype", values["dtype"], DTYPES) not in (stored, "float32") and stored is not None:
+        notes.append(f"{stored} weights are rounded to {values['dtype']}, as dtype asks")
     if values["activations"] is None:
         values["activations"] = "int8" if facts.block_quantised else "float32"
         if facts.block_quantised:

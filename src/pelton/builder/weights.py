@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pelton.builder.clock import Progress
 from pelton.dtypes import NATIVE_BLOCK_TYPES, is_dense
 from pelton.engine.shards import ShardWriter, TensorMeta
-from pelton.errors import BuildError
+from pelton.errors import BuildError, ConfigError
 from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
@@ -26,6 +26,8 @@ from pelton.quant.blocks import repack
 
 #: Values converted at a time, so that temporaries stay small.
 _CHUNK = 1 << 22
+
+_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ def write_weights(
     """Write all weights into shards in ``folder``.
 
     Returns (path, bytes, sha256) of each shard and notes for the report. Raises ``CheckpointError``
-    for non-finite values.
+    for non-finite values, ``ConfigError`` for values that the chosen dtype cannot hold.
     """
     specs = list(specs)
     metas = [spec.meta for spec in specs]
@@ -110,7 +112,10 @@ def materialise(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[Ho
     if tensor.shape != spec.shape:
         raise BuildError(f"{spec.name} has shape {tensor.shape}, and the plan expects {spec.shape}")
     if tensor.dense:
-        return convert(tensor, spec.quant), ""
+        converted = convert(tensor, spec.quant)
+        if converted.quant == "float16" and not np.isfinite(converted.data).all():
+            raise ConfigError(f"{spec.name} has values beyond float16's range; use dtype bfloat16 or float32")
+        return converted, ""
     repacked, note = repack(tensor)
     assert repacked.quant == spec.quant, f"{spec.name}: {repacked.quant} instead of {spec.quant}"
     return repacked, note
@@ -120,13 +125,13 @@ def convert(tensor: HostTensor, dtype: str) -> HostTensor:
     """A dense tensor as ``dtype``, rounding to nearest even where it has fewer bits."""
     if tensor.quant == dtype:
         return tensor
+    assert dtype in _NUMPY, f"weights are never stored as {dtype}"
     flat = np.ascontiguousarray(tensor.data).reshape(-1)
-    out = np.empty(flat.shape, np.float32 if dtype == "float32" else np.uint16)
-    assert dtype in ("float32", "bfloat16"), f"weights are never stored as {dtype}"
+    out = np.empty(flat.shape, _NUMPY[dtype])
     for start in range(0, flat.size, _CHUNK):
         part = flat[start : start + _CHUNK]
         wide = bf16_to_f32(part) if tensor.quant == "bfloat16" else part.astype(np.float32)
-        out[start : start + _CHUNK] = wide if dtype == "float32" else f32_to_bf16(wide)
+        out[start : start + _CHUNK] = f32_to_bf16(wide) if dtype == "bfloat16" else wide
     return HostTensor(dtype, tensor.shape, out.reshape(tensor.shape))
 
 

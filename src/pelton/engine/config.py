@@ -49,14 +49,15 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int | None = None
     """Tokens in a KV block (16)."""
     dtype: str | None = None
-    """Type of weights that the checkpoint does not quantise: float32 or bfloat16 (the checkpoint's
-    own, float16 becoming bfloat16... see ``builder.resolve``)."""
+    """Type of matrices that the checkpoint does not quantise: float32, bfloat16 or float16 (the
+    checkpoint's own)."""
     activations: str | None = None
     """Input precision of block-quantised matrix products: float32 or int8 (int8)."""
     kv_dtype: str | None = None
-    """Type of cached keys and values: float32, float16 or bfloat16."""
+    """Type of cached keys and values: float32, float16 or bfloat16 (float16, or float32 where weights
+    and activations are)."""
     threads: int | None = None
-    """CPU threads of a session (all cores the process may use)."""
+    """CPU threads of a session; 0, the automatic value, means all cores the process may use."""
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
