@@ -1,4 +1,4 @@
-"""A plan on the reference runner computes what the eager model computes, at every step size."""
+"""A plan computes what the eager model computes, on both runners, at every step size."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from pelton.builder.eager import EagerReference
 from pelton.builder.facts import model_recipes
 from pelton.builder.probe import Piece, make_batch
 from pelton.engine.batch import InputBatch
+from pelton.engine.kv_cache import allocate
+from pelton.engine.native_runner import NativeRunner
 from pelton.engine.reference_runner import ReferenceRunner
-from pelton.engine.session import Session
+from pelton.engine.session import Runner, Session
+from pelton.kernels import native
 from pelton.models.registry import create_model
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 
 BLOCKS = 40
 
 
-@pytest.fixture(scope="module")
-def session(tiny_engine: Path) -> Iterator[Session]:
-    with Session(tiny_engine, kv_blocks=BLOCKS, runner="reference") as opened:
+@pytest.fixture(scope="module", params=["reference", "native"])
+def session(tiny_engine: Path, request: pytest.FixtureRequest) -> Iterator[Session]:
+    if request.param == "native" and not native.available():
+        pytest.skip("the native library is not built")
+    with Session(tiny_engine, kv_blocks=BLOCKS, runner=request.param, threads=2) as opened:
         yield opened
 
 
@@ -77,22 +82,30 @@ def steps_of(session: Session, lengths: list[tuple[int, int]], logits: list[int]
         ([(0, 2), (9, 3)], []),
     ],
 )
-def test_reference_runner_equals_the_eager_model(
+def test_a_session_equals_the_eager_model(
     session: Session, eager: EagerReference, lengths: list[tuple[int, int]], logits: list[int] | None
 ) -> None:
     for step in steps_of(session, lengths, logits):
         expected = eager.run(step)
         # Stacked projections may sum in another order: rounding error is all that may differ.
-        np.testing.assert_allclose(session.run(step).logits_NV, expected, rtol=0, atol=1e-5)
+        logits = session.run(step).logits_NV
+        assert logits.shape == (step.logits_indices_N.size, 101)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
 def test_results_do_not_depend_on_what_the_arena_holds(session: Session) -> None:
-    runner = session._runner
-    assert isinstance(runner, ReferenceRunner)
+    """The plan runs on an arena of NaN before each step and gives the same bits."""
+    caches = allocate(session.config, (BLOCKS,))
+    arguments = (session.engine.plan, session.engine.weights, caches, 2)
+    poisoned: Runner
+    if session.runner_name == "native":
+        poisoned = NativeRunner(*arguments, poison=True)
+    else:
+        poisoned = ReferenceRunner(*arguments, poison=True)
     for step in steps_of(session, [(0, 17), (12, 3)], None):
-        expected = session.run(step).logits_NV.copy()
-        runner.poison()
-        np.testing.assert_array_equal(session.run(step).logits_NV, expected)
+        expected = session.run(step).logits_NV
+        np.testing.assert_array_equal(poisoned.run(step, ()).logits_NV, expected)
+    poisoned.close()
 
 
 def test_every_intermediate_tensor_can_be_an_output(session: Session) -> None:

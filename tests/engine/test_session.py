@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import pelton.engine
 from pelton.builder.probe import Piece, make_batch
 from pelton.engine import native_runner
 from pelton.engine.batch import InputBatch
 from pelton.engine.kv_cache import choose_num_blocks
 from pelton.engine.session import Session
 from pelton.errors import ConfigError, EngineError, PeltonError
+from pelton.kernels import native
 
 BLOCKS = 12
 
@@ -209,15 +212,54 @@ def test_a_closed_session_says_so(tiny_engine: Path) -> None:
         session.run(good(session))
 
 
-def test_engine_modules_import_without_torch() -> None:
-    code = """
+RUN_WITHOUT_TORCH = """
 import sys
+
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "torch":
             raise ImportError("torch is blocked")
+
 sys.meta_path.insert(0, Blocker())
-import pelton.engine.session, pelton.engine.artifact, pelton.engine.shards, pelton.engine.native_runner
-import pelton.engine.reference_runner
+import numpy as np
+from pelton import Session
+from pelton.engine.batch import AttentionMetadata, InputBatch
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+table = np.zeros((1, 8), np.int32)
+table[0, 0] = 3
+group = AttentionMetadata(
+    slot_mapping_T=i32(24, 25, 26), block_table_BM=table, cu_seqlens=i32(0, 3), seq_lens_B=i32(3)
+)
+batch = InputBatch(
+    input_ids_T=i32(5, 6, 7), positions_T=i32(0, 1, 2), groups=(group,), logits_indices_N=i32(2)
+)
+with Session(sys.argv[1], kv_blocks=8, runner="native", threads=1) as session:
+    print(int(session.run(batch).logits_NV.argmax()))
 """
+
+
+@pytest.mark.skipif(not native.available(), reason="the native library is not built")
+def test_an_engine_runs_where_torch_cannot_be_imported(tiny_engine: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", RUN_WITHOUT_TORCH, str(tiny_engine)], check=True, stdout=subprocess.PIPE
+    )
+    table = np.array([3], np.int32)
+    piece = Piece(tokens=np.array([5, 6, 7], np.int32), start=0, blocks=table)
+    with Session(tiny_engine, kv_blocks=8, runner="reference") as session:
+        logits = session.run(make_batch([piece], session.config, logits=[2])).logits_NV
+        assert int(result.stdout) == int(logits.argmax())
+
+
+def test_engine_modules_import_without_torch() -> None:
+    names = [m.name for m in pkgutil.iter_modules(pelton.engine.__path__, "pelton.engine.")]
+    code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(not native.available(), reason="the native library is not built")
+def test_auto_takes_the_native_runner(tiny_engine: Path) -> None:
+    with Session(tiny_engine, kv_blocks=8) as session:
+        assert session.runner_name == "native"

@@ -25,10 +25,13 @@ KEEP_WEIGHTS_BYTES = 1_000_000_000
 class ReferenceRunner:
     """Executes ``plan`` over ``caches`` with weights unpacked to float32.
 
-    Block-quantised products are computed exactly, whatever the engine's ``activations``.
+    Block-quantised products are computed exactly, whatever the engine's ``activations``. ``poison``
+    fills the arena with NaN before each step, so that reading what was never written shows (tests).
     """
 
-    def __init__(self, plan: Plan, weights: Shards, caches: KVCaches, threads: int) -> None:
+    def __init__(
+        self, plan: Plan, weights: Shards, caches: KVCaches, threads: int, *, poison: bool = False
+    ) -> None:
         import torch
 
         from pelton.ir.op import all_ops
@@ -37,6 +40,7 @@ class ReferenceRunner:
         self._plan = plan
         self._weights = weights
         self._threads = threads
+        self._poison = poison
         self._arena = torch.empty(plan.arena_bytes, dtype=torch.uint8)
         self._fixed: dict[int, Any] = {}
         values = sum(int(np.prod(weights.meta[b.name].shape)) for b in plan.buffers if b.layout)
@@ -48,10 +52,6 @@ class ReferenceRunner:
                 self._fixed[index] = tensor.view(torch.bfloat16) if buffer.dtype == "bfloat16" else tensor
         self._ops = all_ops()
         self._order = {name: _argument_order(op.torch_op) for name, op in self._ops.items()}
-
-    def poison(self) -> None:
-        """Fill the arena with NaN: a step must not depend on what an earlier one left there."""
-        self._arena.fill_(0xFF)
 
     def run(self, batch: InputBatch, outputs: Sequence[str]) -> StepResult:
         """Compute one step; ``outputs`` names operands to copy when they are produced."""
@@ -67,6 +67,8 @@ class ReferenceRunner:
     def _run(self, batch: InputBatch, wanted: frozenset[str]) -> StepResult:
         torch, plan = self._torch, self._plan
         dims = step_dims(batch)
+        if self._poison:
+            self._arena.fill_(0xFF)
         inputs = {name: torch.from_numpy(array) for name, array in step_inputs(batch).items()}
         taken: dict[str, npt.NDArray[np.generic]] = {}
         for instruction in plan.instructions:
