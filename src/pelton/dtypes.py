@@ -57,7 +57,7 @@ BLOCK_TYPES = {
 }
 
 #: Block types with native kernels: kept bit for bit in an engine. Others are repacked at build.
-NATIVE_BLOCK_TYPES = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")
+NATIVE_BLOCK_TYPES = ("q4_0", "q4_1", "q5_0", "q8_0", "q4_k", "q6_k")
 
 
 def is_dense(quant: str) -> bool:

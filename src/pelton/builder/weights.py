@@ -70,9 +70,7 @@ def stored_quant(quant: str, ndim: int, dtype: str) -> str:
 
 def is_rounded(quant: str, stored: str) -> bool:
     """Whether storing ``quant`` as ``stored`` may lose bits."""
-    if quant == stored or (is_dense(quant) and stored == "float32"):
-        return False
-    return (quant, stored) != ("q5_0", "q8_0")
+    return quant != stored and not (is_dense(quant) and stored == "float32")
 
 
 def write_weights(

@@ -62,8 +62,8 @@ def quantize(x: Float32, quant: str) -> HostTensor:
 def repack(tensor: HostTensor) -> tuple[HostTensor, str]:
     """``tensor`` in a type with native kernels, and a sentence on what was done ("" if nothing).
 
-    q5_0 becomes q8_0 exactly (same scale, 5-bit codes fit in 8 bits); other block types are
-    requantised to q8_0 and the relative error (root of summed squares) is measured and reported.
+    Block types without them are requantised to q8_0, and the relative error (root of summed squares) is
+    measured and reported.
     """
     if tensor.dense or tensor.quant in NATIVE_BLOCK_TYPES:
         return tensor, ""
@@ -73,17 +73,12 @@ def repack(tensor: HostTensor) -> tuple[HostTensor, str]:
     error = total = 0.0
     for part in _row_chunks(rows, cols):
         piece = HostTensor(tensor.quant, (part.stop - part.start, cols), tensor.data[part])
-        if tensor.quant == "q5_0":
-            packed[part] = _q5_0_as_q8_0(piece)
-            continue
         values = dequantize(piece)
         encoded = quantize(values, "q8_0")
         packed[part] = encoded.data
         error += float(np.square(dequantize(encoded) - values, dtype=np.float64).sum())
         total += float(np.square(values, dtype=np.float64).sum())
     result = HostTensor("q8_0", (rows, cols), packed)
-    if tensor.quant == "q5_0":
-        return result, "q5_0 repacked as q8_0, exact"
     relative = (error / total) ** 0.5 if total else 0.0
     return result, f"{tensor.quant} repacked as q8_0, relative error {relative:.1e}"
 
@@ -132,12 +127,9 @@ def _q4_1(b: Bytes) -> Float32:  # d, m, nibbles: q d + m
     return _f16(b, 0) * _nibbles(b[:, 4:]).astype(np.float32) + _f16(b, 2)
 
 
-def _q5_0_codes(b: Bytes) -> npt.NDArray[np.int8]:
-    return (_nibbles(b[:, 6:]) | _fifth_bits(b, 2)).astype(np.int8) - np.int8(16)
-
-
 def _q5_0(b: Bytes) -> Float32:  # d, 32 fifth bits, nibbles: (q - 16) d
-    return _f16(b, 0) * _q5_0_codes(b).astype(np.float32)
+    q = (_nibbles(b[:, 6:]) | _fifth_bits(b, 2)).astype(np.int8) - np.int8(16)
+    return _f16(b, 0) * q.astype(np.float32)
 
 
 def _q5_1(b: Bytes) -> Float32:  # d, m, 32 fifth bits, nibbles: q d + m
@@ -263,6 +255,13 @@ def _to_q4_1(x: Float32) -> Bytes:
     return np.concatenate([_half(d), _half(m), _pack_nibbles(q)], axis=1)
 
 
+def _to_q5_0(x: Float32) -> Bytes:
+    d = _signed_peak(x) / np.float32(-16)
+    q = (_codes(x, _stored(d), -16, 15) + np.int8(16)).view(np.uint8)
+    fifth = np.packbits(q >> 4, axis=1, bitorder="little")
+    return np.concatenate([_half(d), fifth, _pack_nibbles((q & 15).view(np.uint8))], axis=1)
+
+
 def _to_q8_0(x: Float32) -> Bytes:
     d = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
     return np.concatenate([_half(d), _codes(x, _stored(d), -127, 127).view(np.uint8)], axis=1)
@@ -314,13 +313,8 @@ def _to_q6_k(x: Float32) -> Bytes:
 _ENCODE: dict[str, Callable[[Float32], Bytes]] = {
     "q4_0": _to_q4_0,
     "q4_1": _to_q4_1,
+    "q5_0": _to_q5_0,
     "q8_0": _to_q8_0,
     "q4_k": _to_q4_k,
     "q6_k": _to_q6_k,
 }
-
-
-def _q5_0_as_q8_0(tensor: HostTensor) -> Bytes:
-    blocks = np.ascontiguousarray(tensor.data, np.uint8).reshape(-1, BLOCK_TYPES["q5_0"].block_bytes)
-    encoded = np.concatenate([blocks[:, :2], _q5_0_codes(blocks).view(np.uint8)], axis=1)
-    return encoded.reshape(tensor.shape[0], -1)
