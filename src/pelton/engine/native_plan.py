@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from pelton.dtypes import ITEMSIZE, NATIVE_CODE
 from pelton.engine.batch import Float32, InputBatch
-from pelton.engine.plan import Buffer, Plan
+from pelton.engine.plan import Buffer, Dim, Plan
+from pelton.engine.step_inputs import step_dims, step_inputs
 from pelton.errors import EngineError
 from pelton.kernels import native
 from pelton.kernels.native import MAX_DIMS, Array
@@ -128,17 +129,18 @@ class NativePlan:
         self.plan = plan
         self._arena = _pages(plan.arena_bytes)
         self._inputs = [b.name for b in plan.buffers if b.kind == "input"]
-        self._input_columns = {
-            b.name: int(b.shape[1]) for b in plan.buffers if b.kind == "input" and len(b.shape) > 1
-        }
+        # Step inputs are copied here, so that their addresses are passed to the library once.
+        self._staged = [
+            np.zeros([self._largest(d) for d in b.shape], np.int32) for b in plan.buffers if b.kind == "input"
+        ]
         self._keep: list[object] = [weights, k_caches, v_caches]
-        self._blocks = {
-            b.group: k_caches[b.layer].shape[0] for b in plan.buffers if b.kind == "k_cache"
-        }  # by KV group
-        self._block_size = {b.group: k_caches[b.layer].shape[2] for b in plan.buffers if b.kind == "k_cache"}
+        self._block_dims = {
+            f"P{b.group}": k_caches[b.layer].shape[0] for b in plan.buffers if b.kind == "k_cache"
+        }
         self._symbols = sorted({d for o in plan.operands for d in o.shape if isinstance(d, str)} | {"T"})
         self._dims = np.zeros(len(self._symbols), np.int64)
-        self._input_addresses = np.zeros(max(len(self._inputs), 1), np.uint64)
+        self._input_addresses = np.array([_address(a) for a in self._staged], np.uint64)
+        self._dims_address, self._inputs_address = _address(self._dims), _address(self._input_addresses)
         self._seconds: npt.NDArray[np.float64] | None = None
         self._calls = 0
         self._producer = {o: i for i, ins in enumerate(plan.instructions) for o in reversed(ins.outputs)}
@@ -261,31 +263,48 @@ class NativePlan:
         o = self.plan.operands[operand]
         b = self.plan.buffers[o.buffer]
         assert b.kind == "arena" and b.dtype == "float32", f"logits must be float32 in the arena: {b}"
-        shape = tuple(self.plan.dims[d] if isinstance(d, str) else d for d in o.shape)
+        shape = tuple(self._largest(d) for d in o.shape)
         view = np.ndarray(
             shape, np.float32, self._arena, b.offset + 4 * o.offset, tuple(4 * s for s in o.strides)
         )
         view.flags.writeable = False
         return view
 
+    def _largest(self, dim: Dim) -> int:
+        """The greatest value of a dimension."""
+        if isinstance(dim, int):
+            return dim
+        return self.plan.dims["B"] + 1 if dim == "B+1" else self.plan.dims[dim]
+
     # ---- A step ----
 
     def run(self, batch: InputBatch, outputs: Sequence[str] = ()) -> tuple[Float32, dict[str, Array]]:
         """Compute one step: logits (N, V), a view valid until the next run, and copies of the named
-        operands. Raises ``ValueError`` when the batch breaks the step contract (nothing is then
-        written), ``KeyError`` for an unknown output name."""
+        operands.
+
+        ``batch`` must keep the step contract (``engine.validate`` checks it): kernels trust slots,
+        blocks and ids. Raises ``ValueError`` for a step larger than the plan, ``KeyError`` for an
+        unknown output name; nothing is then written.
+        """
         assert self._handle, "the plan is closed"
-        values = self._dim_values(batch)
-        arrays = [self._input(batch, name) for name in self._inputs]
-        self._check(batch, values)
+        values = step_dims(batch)
+        for dim, count in values.items():
+            if dim in self.plan.dims and count > self.plan.dims[dim]:
+                raise ValueError(
+                    f"the step has {dim} = {count}, the engine was built for {self.plan.dims[dim]}"
+                )
+        values.update(self._block_dims)
+        arrays = step_inputs(batch)
+        for name, staged in zip(self._inputs, self._staged, strict=True):
+            array = arrays[name]
+            np.copyto(staged[: len(array)], array, casting="no")
         self._dims[:] = [values[s] for s in self._symbols]
-        self._input_addresses[: len(arrays)] = [_address(a) for a in arrays]
         results, captures = self._captures(outputs, values)
         code = self._lib.pelton_plan_run(
             self._handle,
-            _address(self._dims),
-            _address(self._input_addresses),
-            _address(captures),
+            self._dims_address,
+            self._inputs_address,
+            _address(captures) if outputs else None,
             len(captures),
             None if self._seconds is None else _address(self._seconds),
         )
@@ -294,83 +313,11 @@ class NativePlan:
         self._calls += self._seconds is not None
         return self._logits[: values["N"]], results
 
-    def _dim_values(self, batch: InputBatch) -> dict[str, int]:
-        values = {
-            "T": len(batch.input_ids_T),
-            "B": len(batch.groups[0].seq_lens_B),
-            "N": len(batch.logits_indices_N),
-        }
-        for name, count in values.items():
-            if count > self.plan.dims.get(name, count):
-                raise ValueError(
-                    f"the step has {name} = {count}, the engine was built for {self.plan.dims[name]}"
-                )
-        values["B+1"] = values["B"] + 1
-        values.update((f"P{g}", n) for g, n in self._blocks.items())
-        return values
-
-    def _input(self, batch: InputBatch, name: str) -> Array:
-        base, _, group = name.partition(".")
-        array: Array
-        match base:
-            case "input_ids":
-                array = batch.input_ids_T
-            case "positions":
-                array = batch.positions_T
-            case "logits_indices":
-                array = batch.logits_indices_N
-            case "slot_mapping":
-                array = batch.groups[int(group)].slot_mapping_T
-            case "block_table":
-                array = batch.groups[int(group)].block_table_BM
-            case "cu_seqlens":
-                array = batch.groups[int(group or 0)].cu_seqlens
-            case "seq_lens":
-                array = batch.groups[int(group or 0)].seq_lens_B
-            case _:
-                raise EngineError(f"the plan wants a step input called {name}, which no step has")
-        if array.dtype != np.int32 or not array.flags.c_contiguous:
-            raise ValueError(f"step input {name} must be contiguous int32")
-        return array
-
-    def _check(self, batch: InputBatch, values: dict[str, int]) -> None:
-        """What would make a kernel read or write outside its memory."""
-        tokens, seqs = values["T"], values["B"]
-        if tokens == 0:
-            raise ValueError("the step has no tokens")
-        if len(batch.positions_T) != tokens:
-            raise ValueError(f"the step has {tokens} input_ids and {len(batch.positions_T)} positions")
-        rows = batch.logits_indices_N
-        if len(rows) and not (rows.min() >= 0 and rows.max() < tokens):
-            raise ValueError(f"logits_indices must be in [0, {tokens})")
-        for g, blocks in self._blocks.items():
-            group = batch.groups[g]
-            cu, table, slots = group.cu_seqlens, group.block_table_BM, group.slot_mapping_T
-            columns = self._input_columns.get(f"block_table.{g}", table.shape[1])
-            if len(slots) != tokens or len(cu) != seqs + 1 or table.shape != (seqs, columns):
-                raise ValueError(
-                    f"KV group {g}: slot_mapping {slots.shape}, cu_seqlens {cu.shape} and block_table "
-                    f"{table.shape} do not fit {tokens} tokens of {seqs} sequences and {columns} columns"
-                )
-            queries = cu[1:] - cu[:-1]
-            if cu[0] != 0 or cu[-1] != tokens or queries.min() < 0:
-                raise ValueError(f"KV group {g}: cu_seqlens must rise from 0 to {tokens}")
-            lens = group.seq_lens_B
-            size = self._block_size[g]
-            if (lens < queries).any() or lens.max() > columns * size:
-                raise ValueError(
-                    f"KV group {g}: seq_lens must cover this step and fit {columns} blocks of {size}"
-                )
-            if slots.max() >= blocks * size or slots.min() < -1:
-                raise ValueError(f"KV group {g}: slot_mapping must be in [-1, {blocks * size})")
-            if table.min() < 0 or table.max() >= blocks:
-                raise ValueError(f"KV group {g}: block_table must be in [0, {blocks})")
-
     def _captures(
         self, outputs: Sequence[str], values: dict[str, int]
     ) -> tuple[dict[str, Array], npt.NDArray[np.void]]:
         results: dict[str, Array] = {}
-        rows = []
+        rows: list[tuple[int, int, int]] = []
         for name in outputs:
             if name not in self._operand_by_name:
                 raise KeyError(f"the plan has no tensor called {name}")
