@@ -37,6 +37,9 @@ class Graph:
         self.inputs = dict(inputs)
         self.symbols = dict(symbols)
         self.constants = dict(constants)
+        self.inferred: dict[Any, list[tuple[Any, Any]]] = {}
+        """What shape rules gave, by op and types of arguments: the verifier's memory."""
+        self._dim_names: dict[Any, str] = {}
 
     @property
     def fx_graph(self) -> fx.Graph:
@@ -76,10 +79,14 @@ class Graph:
         """A size as a number or a named dimension; raises ``ValueError`` on an expression of names."""
         if isinstance(size, int):
             return size
-        name = str(size)
-        if name in self.symbols:
-            return self.symbols[name]
-        raise ValueError(f"the size {name} is neither a number nor one of the named dimensions")
+        # Printing an expression is slow, and the same few are asked for again and again.
+        expression = size.node.expr
+        if expression not in self._dim_names:
+            name = str(size)
+            if name not in self.symbols:
+                raise ValueError(f"the size {name} is neither a number nor one of the named dimensions")
+            self._dim_names[expression] = self.symbols[name]
+        return self._dim_names[expression]
 
     def shape(self, value: Any) -> tuple[Dim, ...]:
         """Named shape of a tensor (such as ``node.meta["val"]``)."""

@@ -58,10 +58,10 @@ def run_graph_passes(
     for run in passes:
         writes, before = effects(graph), to_text(graph) if explain else ""
         report = run(graph, context)
-        graph.module.recompile()
         verify(graph)
         check_same_effects(writes, graph, report.name)
         if explain and report.changed:
             explain(f"{report.name}\n{diff(before, to_text(graph))}")
         reports.append(report)
+    graph.module.recompile()
     return reports
