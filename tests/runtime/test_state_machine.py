@@ -244,7 +244,7 @@ class _Longer(ExecutorMachine):
     pass
 
 
-TestExecutorLonger = pytest.mark.slow(_Longer.TestCase)
+TestExecutorLonger = pytest.mark.timeout(1500)(pytest.mark.slow(_Longer.TestCase))
 TestExecutorLonger.settings = settings(
-    max_examples=500, stateful_step_count=80, deadline=None, suppress_health_check=CHECKS
+    max_examples=200, stateful_step_count=80, deadline=None, suppress_health_check=CHECKS
 )
