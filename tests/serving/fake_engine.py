@@ -12,7 +12,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pelton.engine.artifact import FORMAT_VERSION, NATIVE_ABI, TARGET, FileEntry, Manifest, file_sha256
+from pelton.engine.artifact import (
+    FORMAT_VERSION,
+    NATIVE_ABI,
+    TARGET,
+    Engine,
+    FileEntry,
+    Manifest,
+    file_sha256,
+)
 from pelton.engine.batch import InputBatch
 from pelton.engine.config import EngineConfig
 from pelton.engine.plan import Buffer, Operand, Plan
@@ -53,7 +61,7 @@ def config() -> EngineConfig:
 
 
 def open_fake(
-    engine: str, *, threads: int | None = None, kv_blocks: Sequence[int] | None = None
+    engine: str | Engine, *, threads: int | None = None, kv_blocks: Sequence[int] | None = None
 ) -> FakeSession:
     """The session of a fake engine. $FAKE_STEP_SECONDS makes every step that slow."""
     delay = float(os.environ.get("FAKE_STEP_SECONDS", "0"))
@@ -73,7 +81,9 @@ def open_fake(
         logits_NV[:, _LETTERS] = letters
 
     blocks = kv_blocks or (NUM_BLOCKS,)
-    stored = msgspec.json.decode((Path(engine) / "config.json").read_bytes(), type=EngineConfig)
+    stored = msgspec.json.decode(
+        (Path(getattr(engine, "path", engine)) / "config.json").read_bytes(), type=EngineConfig
+    )
     return FakeSession(stored, blocks, before_run=before_run, edit_logits=edit_logits)
 
 

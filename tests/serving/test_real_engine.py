@@ -66,13 +66,24 @@ def test_the_server_the_command_and_python_agree(client: openai.OpenAI, smollm2_
     assert out.outputs[0].text == served
 
 
-def test_text_that_is_no_ascii_streams_whole(client: openai.OpenAI) -> None:
+def test_text_that_is_no_ascii_streams_whole(server: RunningServer, client: openai.OpenAI) -> None:
     prompt = "Über Österreich 🙂 日本語: "
-    kwargs: Any = {"model": "test-model", "prompt": prompt, "max_tokens": 24, "temperature": 1, "seed": 7}
-    whole = client.completions.create(**kwargs, echo=True).choices[0].text
-    streamed = "".join(c.choices[0].text for c in client.completions.create(**kwargs, echo=True, stream=True))
-    assert whole.startswith(prompt)
-    assert streamed == whole
+    text, ids = "", []
+    for event in client.completions.create(
+        model="test-model",
+        prompt=prompt,
+        max_tokens=60,
+        temperature=1.5,
+        seed=7,
+        stream=True,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    ):
+        text += event.choices[0].text
+        ids += (event.choices[0].model_extra or {})["token_ids"]
+    assert len(ids) == 60
+    assert not text.isascii()
+    body = {"tokens": ids, "skip_special_tokens": True}
+    assert httpx.post(server.url + "/detokenize", json=body).json()["prompt"] == text
 
 
 def test_logprobs_of_an_echoed_prompt_are_likely_for_likely_text(client: openai.OpenAI) -> None:

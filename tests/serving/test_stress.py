@@ -118,7 +118,7 @@ def check_crowd(server: RunningServer, seconds: float, max_tokens: int) -> None:
             and not server.llm._client._mailboxes  # type: ignore[attr-defined]
         )
 
-    assert settled(at_rest), server.llm.stats()
+    assert settled(at_rest), (seen, server.llm.in_flight, server.llm.stats())
     assert settled(
         lambda: {"server files": here.num_fds(), "executor files": executor.num_fds()} == before
     ), (before, here.num_fds(), executor.num_fds())
@@ -138,8 +138,7 @@ def test_a_crowd_on_the_fake_engine(fake_engine: Path, seconds: int) -> None:
         check_crowd(server, seconds, max_tokens=40)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [10, 60])
+@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_crowd_on_a_real_engine(smollm2_engine: Path, seconds: int) -> None:
     with RunningServer(smollm2_engine, max_waiting=2 * CLIENTS) as server:
         check_crowd(server, seconds, max_tokens=12)

@@ -6,6 +6,7 @@ import importlib
 
 import msgspec
 
+from pelton.engine.artifact import Engine
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.executor import Executor
 
@@ -23,11 +24,11 @@ class ExecutorSpec(msgspec.Struct, frozen=True, kw_only=True):
     session: str = "pelton.engine.session:Session"
     """``module:callable`` that makes the session; tests put a fake here."""
 
-    def open(self) -> Executor:
-        """Load the engine. Raises ``EngineError`` or ``ConfigError``."""
+    def open(self, engine: Engine | None = None) -> Executor:
+        """Load the engine (``engine``: opened already). Raises ``EngineError`` or ``ConfigError``."""
         module, _, name = self.session.partition(":")
         factory = getattr(importlib.import_module(module), name)
-        session = factory(self.engine, threads=self.threads, kv_blocks=self.kv_blocks)
+        session = factory(engine or self.engine, threads=self.threads, kv_blocks=self.kv_blocks)
         try:
             return Executor(session, self.executor)
         except BaseException:

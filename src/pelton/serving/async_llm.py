@@ -64,7 +64,9 @@ class AsyncLLM:
             apply_overrides(engine.config, build, engine.path) if resolved.given_as_engine else engine.config
         )
         spec = executor_spec(engine.path, config, threads or build.threads, max_waiting)
-        self._setup(Tokenizer.from_dir(engine.tokenizer_path), config, ThreadClient(spec.open()), max_waiting)
+        self._setup(
+            Tokenizer.from_dir(engine.tokenizer_path), config, ThreadClient(spec.open(engine)), max_waiting
+        )
 
     @classmethod
     async def start(

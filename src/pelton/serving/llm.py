@@ -63,7 +63,7 @@ class LLM:
             engine.path, self.config, build.threads if threads is None else threads, 1 << 30, session
         )
         self.tokenizer = Tokenizer.from_dir(engine.tokenizer_path)
-        self._executor = spec.open()
+        self._executor = spec.open(engine)
         self._front = FrontEnd(self.tokenizer, self.config, self._executor.max_request_tokens)
         self._lock = threading.Lock()
         self._inboxes: dict[str, deque[RequestUpdate]] = {}

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from pelton.errors import PeltonError, RequestError
 
@@ -133,8 +134,9 @@ def install_handlers(app: FastAPI) -> None:
             )
         return error_response(error.status_code, str(error.detail), headers=headers)
 
+    @app.exception_handler(ClientDisconnect)
     @app.exception_handler(ClientGoneError)
-    async def on_client_gone(request: Request, error: ClientGoneError) -> Response:
+    async def on_client_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(Exception)
