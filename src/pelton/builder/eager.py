@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pelton import nn
+from pelton.builder.weights import convert
 from pelton.engine.batch import InputBatch
 from pelton.engine.config import EngineConfig
 from pelton.errors import BuildError
@@ -79,7 +81,7 @@ class EagerReference:
                 if parameter is None or not parameter.is_meta:
                     continue
                 full_name = self._names[id(parameter)]
-                values = torch.from_numpy(dequantize(evaluate(self._recipes[full_name], self._read)))
+                values = torch.from_numpy(_float32(evaluate(self._recipes[full_name], self._read)))
                 if values.shape != parameter.shape:
                     raise BuildError(
                         f"{full_name} has shape {tuple(values.shape)}, the model {tuple(parameter.shape)}"
@@ -93,6 +95,14 @@ class EagerReference:
             if owner in owners:
                 owner._parameters[name] = parameter
         self._meta = [entry for entry in self._meta if entry[0] not in owners]
+
+
+def _float32(tensor: HostTensor) -> npt.NDArray[np.float32]:
+    """The values, with temporaries of a few MB beside the result."""
+    if not tensor.dense:
+        return dequantize(tensor)
+    values: npt.NDArray[np.float32] = convert(tensor, "float32").data  # type: ignore[assignment]
+    return values if values.flags.writeable else values.copy()
 
 
 def _groups(model: torch.nn.Module) -> list[torch.nn.Module]:
