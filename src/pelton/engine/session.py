@@ -64,6 +64,11 @@ class Session:
         self._runner: Runner | None
         self.runner_name, self._runner = self._make_runner(runner)
 
+    @property
+    def engine_id(self) -> str:
+        """Changes with any byte of the engine: what cached prefixes are keyed by."""
+        return self.engine.engine_id
+
     def run(self, batch: InputBatch, outputs: Sequence[str] = ()) -> StepResult:
         """Compute one step and write its KV.
 
