@@ -77,6 +77,16 @@ inline void add_values(const float* p, const void* v, const int64_t* at, int64_t
     for (int j = 0; j < V; j++) store_some(out + r * out_stride + i + j * LANES, acc[r][j], tail ? tail : LANES);
 }
 
+// Rows of a block are contiguous but blocks are not, so the hardware's prefetcher keeps starting anew:
+// ask for keys a little ahead of the dot products, and for the values that follow them.
+template <int DTYPE>
+inline void prefetch_row(const void* base, int64_t at, int64_t dim) {
+  constexpr int64_t item = DTYPE == PELTON_F32 ? 4 : 2;
+  const char* row = (const char*)base + at * item;
+  for (int64_t i = 0; i < dim * item; i += 64) __builtin_prefetch(row + i);
+}
+constexpr int64_t kAhead = 32;  // keys
+
 // The partial result of R query rows over n keys. `s` is scratch of R * kChunk floats.
 template <int DTYPE, int R>
 void attend_rows(const Attention& a, const float* q, int64_t q_stride, const int64_t* k_at, const int64_t* v_at,
@@ -84,8 +94,13 @@ void attend_rows(const Attention& a, const float* q, int64_t q_stride, const int
   constexpr int KEYS = R <= 3 ? (R == 1 ? 8 : 4) : 4;
   constexpr int V = R == 1 ? 8 : R == 4 && LANES < 16 ? 2 : 4;
   int64_t key = 0;
-  for (; key + KEYS <= n; key += KEYS)
+  for (; key + KEYS <= n; key += KEYS) {
+    for (int64_t j = key; j < key + KEYS; j++) {
+      if (j + kAhead < n) prefetch_row<DTYPE>(a.k->data, k_at[j + kAhead], a.dim);
+      prefetch_row<DTYPE>(a.v->data, v_at[j], a.dim);
+    }
     score_keys<DTYPE, R, KEYS>(q, q_stride, a.k->data, k_at + key, a.dim, s + key);
+  }
   if (key < n) {  // the rest, filled up with copies of the last key
     int64_t at[KEYS];
     for (int j = 0; j < KEYS; j++) at[j] = k_at[key + j < n ? key + j : n - 1];
