@@ -13,7 +13,7 @@ import uvicorn
 
 from pelton.serving.async_llm import AsyncLLM
 from pelton.serving.server.app import create_app
-from pelton.serving.server.launch import bind
+from pelton.serving.server.launch import KEEP_ALIVE, bind
 from pelton.serving.server.settings import ServerSettings
 
 
@@ -45,7 +45,9 @@ class RunningServer:
         self.llm = await AsyncLLM.start(self._engine, session=self._session, max_waiting=self._max_waiting)
         bound = bind("127.0.0.1", 0)
         app = create_app(self.llm, ServerSettings(**self._settings))
-        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", backlog=2048))
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, lifespan="off", timeout_keep_alive=KEEP_ALIVE)
+        )
         serving = asyncio.create_task(self._server.serve(sockets=[bound]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -64,5 +66,5 @@ class RunningServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.should_exit = True
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=60)
         assert not self._thread.is_alive(), "the server did not stop"

@@ -70,6 +70,10 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+#: Seconds an idle connection is kept. Longer than clients and proxies keep theirs (httpx: 5, most
+#: proxies: 60), so that it is they who close: a server that closes first loses the request under way.
+KEEP_ALIVE = 75
+
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -124,6 +128,7 @@ async def _serve(launch: Launch, bound: socket.socket) -> int:
                 log_config=None,
                 access_log=launch.log_level == "debug",
                 timeout_graceful_shutdown=launch.drain_seconds,
+                timeout_keep_alive=KEEP_ALIVE,
                 lifespan="off",
                 ws="none",
             )
