@@ -17,7 +17,7 @@ help:
 	@echo "make test         the test suite (about ten minutes on two cores)"
 	@echo "make test-all     the heavy sweeps too"
 	@echo "make test-gpu     tests that need an NVIDIA GPU"
-	@echo "make test-sanitizers  the native library under ASan, UBSan and TSan"
+	@echo "make test-sanitizers  the native library under AddressSanitizer and ThreadSanitizer"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make bench-cpu    Pelton beside llama.cpp on the same file"
 	@echo "make native       the native library only, in place (for development)"
@@ -59,6 +59,13 @@ test-all: $(VENV)/.installed-dev $(SMOLLM2) $(GEMMA3) lint
 
 test-gpu:
 	PYTHONPATH=src python3 -m pytest -m gpu
+
+test-sanitizers:
+	for s in address thread; do \
+	  cmake -S . -B build/$$s -DPELTON_SANITIZE=$$s >/dev/null && \
+	  cmake --build build/$$s --target native_stress -j2 && \
+	  build/$$s/src/pelton/kernels/csrc/native_stress || exit 1; \
+	done
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check src tests benchmarks tools
