@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -208,3 +209,30 @@ def test_a_killed_build_leaves_no_engine_and_the_next_one_cleans_up(tmp_path: Pa
     build(RandomCheckpoint(TINY_LLAMA), SMALL, output=output, check=False)
     open_engine(output, verify=True)
     assert leftovers(tmp_path) == ["e"]
+
+
+def test_a_vision_tower_and_a_copy_of_the_tied_head_are_left_out(tmp_path: Path) -> None:
+    text = {
+        **{key: TINY_LLAMA[key] for key in ("vocab_size", "hidden_size", "num_attention_heads")},
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    }
+    checkpoint = RandomCheckpoint(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "text_config": text,
+            "max_position_embeddings": 64,
+        }
+    )
+    embedding = checkpoint.tensors["language_model.model.embed_tokens.weight"]
+    head = replace(embedding, name="language_model.lm_head.weight")
+    tower = replace(embedding, name="vision_tower.embeddings.weight")
+    checkpoint.tensors = {**checkpoint.tensors, head.name: head, tower.name: tower}
+    report = build(checkpoint, SMALL, output=tmp_path / "e")
+    assert report.quality is not None
+    assert report.quality.max_error < 1e-5
+    assert any("language_model.lm_head.weight differs from" in note for note in report.notes)
+    assert any(note.startswith("left out 1 tensor (vision_tower.") for note in report.notes)

@@ -16,6 +16,8 @@ import tokenizers
 import torch
 import transformers
 
+from pelton.quant.blocks import quantize
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -164,7 +166,7 @@ def tiny_gguf(
         if quant == "F32" or not can_quantise:
             writer.add_tensor(name, values)
         else:
-            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(name, _encode(values, kind), raw_dtype=kind)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -172,6 +174,14 @@ def tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _encode(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """``values`` in ggml type ``kind``; the gguf library has no encoder for K types, so ours then."""
+    try:
+        return gguf.quantize(values, kind)
+    except NotImplementedError:
+        return quantize(values, kind.name.lower()).data
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -231,3 +231,8 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
     path = tiny_gguf("llama", tmp_path, metadata={"llama.block_count": None})
     with pytest.raises(CheckpointError, match=r"lacks the metadata llama\.block_count"):
         open_checkpoint(path)
+
+
+def test_a_file_goes_by_its_own_name(tmp_path: Path) -> None:
+    path = tiny_gguf("llama", tmp_path).rename(tmp_path / "Tiny-1.5B-Instruct.Q4_1.gguf")
+    assert open_checkpoint(path).name == "Tiny-1.5B-Instruct.Q4_1"

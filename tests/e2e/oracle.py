@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from pelton.ir.evaluate import evaluate
+from pelton.ir.tensors import HostTensor
 from pelton.models.checkpoint import open_checkpoint
 from pelton.quant.blocks import dequantize
 
@@ -17,13 +18,17 @@ from pelton.quant.blocks import dequantize
 def load(path: Path) -> Any:
     """The model of a checkpoint that Pelton's readers open (GGUF among them)."""
     checkpoint = open_checkpoint(str(path))
-    config = transformers.AutoConfig.for_model(**checkpoint.config)
+
+    def read(name: str) -> HostTensor:
+        values = dequantize(checkpoint.read(name))
+        return HostTensor("float32", values.shape, values)
+
+    config = transformers.AutoConfig.for_model(**{"pad_token_id": None, **checkpoint.config})
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    state = {}
-    for name, info in checkpoint.tensors.items():
-        values = dequantize(evaluate(checkpoint.source(name), checkpoint.read))
-        state[name] = torch.from_numpy(values.reshape(info.shape))
+    state = {
+        name: torch.from_numpy(evaluate(checkpoint.source(name), read).data) for name in checkpoint.tensors
+    }
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}

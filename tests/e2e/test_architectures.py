@@ -46,10 +46,39 @@ def test_an_engine_computes_what_transformers_computes(arch: str, tmp_path: Path
     check_against(model, engine, 1e-4)
 
 
-@pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q8_0", "Q5_0"])
-@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+#: Every native block type, every architecture that GGUF files have, a quarter of the combinations.
+GGUF = [
+    *((arch, quant) for arch in ("llama", "gemma3") for quant in ("Q4_0", "Q4_1", "Q5_0", "Q8_0")),
+    ("llama", "Q4_K"),
+    ("gemma3", "Q6_K"),
+    ("gpt2", "Q8_0"),
+    ("qwen2", "Q5_0"),
+    ("qwen3", "Q4_0"),
+    ("phi3", "Q4_1"),
+    ("gemma", "Q4_0"),
+    ("gemma2", "Q8_0"),
+]
+
+
+@pytest.mark.parametrize(("arch", "quant"), GGUF)
 def test_a_gguf_engine_computes_with_the_dequantised_weights(arch: str, quant: str, tmp_path: Path) -> None:
-    path = tiny_gguf(arch, tmp_path, quant=quant, intermediate_size=128)
+    fields: dict[str, int] = {} if arch == "gpt2" else {"intermediate_size": 128}
+    if quant.endswith("_K"):  # blocks of 256 values
+        fields = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    path = tiny_gguf(arch, tmp_path, quant=quant, **fields)
     engine = tmp_path / "x.engine"
     pelton.build(path, pelton.BuildConfig(**EXACT, **SMALL), output=engine)
     check_against(oracle.load(path), engine, 1e-4)
+
+
+def test_a_gguf_engine_divides_its_rope_frequencies_by_the_files_factors(tmp_path: Path) -> None:
+    """Factors that no published scaling explains, as other converters may write them."""
+    factors = np.linspace(1, 3, 8, dtype=np.float32)
+    path = tiny_gguf("llama", tmp_path, tensors={"rope_freqs.weight": factors})
+    model = oracle.load(path)
+    plain = 10000.0 ** (-np.arange(0, 16, 2) / 16)
+    np.testing.assert_allclose(model.model.rotary_emb.inv_freq, plain / factors, rtol=1e-6)
+    assert model.model.rotary_emb.attention_scaling == 1.0
+    engine = tmp_path / "x.engine"
+    pelton.build(path, pelton.BuildConfig(**EXACT, **SMALL), output=engine)
+    check_against(model, engine, 1e-4)

@@ -53,7 +53,7 @@ def test_the_pages_model_comes_from_an_entry_point_and_equals_transformers(
             create_model(hf_config_dict(stablelm, qk_layernorm=True), max_seq_len=64)
         model = load_ours(stablelm)
         graph = trace(model, max_seq_len=64, block_size=4)
-        run_graph_passes(GRAPH_PASSES, graph, PassContext(quant_of=lambda name: "float32"))
+        run_graph_passes(GRAPH_PASSES, graph, PassContext(quant_of=lambda _: "float32"))
         arguments = PagedRunner(model).arguments([(0, [1, 2, 3])], rows=[2])
         with torch.no_grad():
             assert relative_error(graph_forward(graph, model)(*arguments), model(*arguments)) < 1e-6

@@ -43,7 +43,7 @@ def test_the_pages_pass_folds_reports_and_explains() -> None:
     (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     page: dict[str, Any] = {}
     exec(compile(code, "adding-a-pass.md", "exec"), page)
-    context = PassContext(quant_of=lambda name: "float32")
+    context = PassContext(quant_of=lambda _: "float32")
     for reuse in (False, True):
         model = Scaled(reuse)
         graph, texts = trace(model, max_seq_len=64), []

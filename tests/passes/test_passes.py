@@ -13,7 +13,7 @@ from pelton import nn
 from pelton.builder.trace import trace
 from pelton.errors import BuildError
 from pelton.ir.graph import Graph, op_name
-from pelton.ir.recipe import Concat
+from pelton.ir.recipe import Concat, Recipe, Source
 from pelton.ir.verifier import effects, verify
 from pelton.passes import (
     GRAPH_PASSES,
@@ -35,7 +35,7 @@ from tests.models import zoo
 from tests.models.oracle import hf_config_dict, load_ours, read_from, relative_error, texts
 from tests.models.paged import PagedRunner, run_packed
 
-FLOAT32 = PassContext(quant_of=lambda name: "float32")
+FLOAT32 = PassContext(quant_of=lambda _: "float32")
 
 
 def logits(model: nn.CausalLM, graph: Graph | None = None) -> torch.Tensor:
@@ -132,8 +132,8 @@ def test_fused_q_k_and_v_are_views_of_one_tensor() -> None:
     ],
 )
 def test_projections_of_different_types_stay_apart(run: ModelPass, odd: str, where: str, why: str) -> None:
-    def quant_of(name: str) -> str:
-        return "q6_k" if name == f"model.layers.1.{where}.{odd}.weight" else "q4_k"
+    def quant_of(recipe: Recipe) -> str:
+        return "q6_k" if recipe == Source(f"model.layers.1.{where}.{odd}.weight") else "q4_k"
 
     model = create(zoo.llama())
     report = run(model, PassContext(quant_of=quant_of))

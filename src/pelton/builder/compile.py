@@ -11,7 +11,13 @@ import numpy.typing as npt
 from pelton import nn
 from pelton.builder.calls import Program, Root, extract
 from pelton.builder.clock import Clock
-from pelton.builder.facts import checkpoint_facts, expected_tensors, model_recipes, readable, tied_head
+from pelton.builder.facts import (
+    checkpoint_facts,
+    expected_tensors,
+    model_recipes,
+    readable,
+    resolve_sources,
+)
 from pelton.builder.lower import lower
 from pelton.builder.report import PassReport
 from pelton.builder.resolve import resolve
@@ -67,11 +73,18 @@ def compile_model(checkpoint: Checkpoint, wanted: BuildConfig, clock: Clock) -> 
     assert config.max_seq_len and config.block_size and config.kv_dtype and config.activations
     assert config.max_num_tokens and config.max_batch_size and config.dtype
     model = create_model(checkpoint.config, max_seq_len=config.max_seq_len)
-    notes += check_tensors(expected_tensors(model), checkpoint, tied_head=tied_head(model))
+    notes += check_tensors(
+        expected_tensors(model),
+        checkpoint,
+        ignore=model.unused_tensors,
+        tied_head=next(iter(model.tied().items()), None),
+    )
     notes += [f"{info.name}: {info.note}" for info in checkpoint.tensors.values() if info.note]
     notes += [f"config.json: {key} is not known and has no effect" for key in model.ignored_options]
     infos = readable(checkpoint)
-    context = PassContext(quant_of=lambda name: infer_quant(checkpoint.source(name), infos))
+    context = PassContext(
+        quant_of=lambda recipe: infer_quant(resolve_sources(recipe, checkpoint.source), infos)
+    )
     outcomes = run_model_passes(MODEL_PASSES, model, context)
     with clock("trace"):
         graph = trace(

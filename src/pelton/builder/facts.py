@@ -96,16 +96,6 @@ def expected_tensors(model: nn.CausalLM) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def tied_head(model: nn.CausalLM) -> tuple[str, str] | None:
-    """(name, name of the parameter it is tied to) of a shared parameter, if there is one."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            return name, first[id(parameter)]
-        first[id(parameter)] = name
-    return None
-
-
 def model_config(
     checkpoint: Checkpoint, model: nn.CausalLM, architecture: str, tokenizer: Path
 ) -> ModelConfig:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pelton import nn
 from pelton.ir.graph import Graph
 from pelton.ir.printer import diff, to_text
+from pelton.ir.recipe import Recipe
 from pelton.ir.verifier import check_same_effects, effects, verify
 
 
@@ -15,8 +16,8 @@ from pelton.ir.verifier import check_same_effects, effects, verify
 class PassContext:
     """What a pass may know besides the model or graph."""
 
-    quant_of: Callable[[str], str]
-    """Value type (dense dtype or block type) of a checkpoint tensor, by name."""
+    quant_of: Callable[[Recipe], str]
+    """Value type (dense dtype or block type) of what a recipe gives, as the checkpoint stores it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ def stack_linears(
         if getattr(layers[0], name) is None:
             continue
         sources = {part: recipes[f"{prefix}.{part}.{name}"] for part in parts}
-        types = {part: _quant(recipe, context) for part, recipe in sources.items()}
+        types = {part: context.quant_of(recipe) for part, recipe in sources.items()}
         if len(set(types.values())) > 1:
             return f"{name} types differ: " + ", ".join(f"{part} {kind}" for part, kind in types.items())
         value = _cat([getattr(layer, name) for layer in layers])
@@ -47,8 +47,3 @@ def _cat(values: list[Any]) -> Any:
     if values[0].is_meta:
         return values[0].new_empty((sum(v.shape[0] for v in values), *values[0].shape[1:]))
     return torch.cat(values)
-
-
-def _quant(recipe: Recipe, context: PassContext) -> str:
-    """Value types of the tensors that the recipe reads: one, or several joined by "+"."""
-    return "+".join(sorted({context.quant_of(source) for source in recipe.sources()}))

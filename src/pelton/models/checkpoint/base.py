@@ -43,7 +43,8 @@ class Checkpoint(ABC):
     """An opened checkpoint. Opening reads headers only; ``read`` maps one tensor."""
 
     name: str
-    """Shown to users and served as the model's id."""
+    """Shown to users and served as the model's id: what they call it, the last part of the path (a file's
+    without its suffix) or of the hub id."""
     path: Path
     config: dict[str, Any]
     """As in a Hugging Face ``config.json``, with ``architectures``."""
@@ -140,7 +141,7 @@ def check_tensors(
     that are missing, unexpected or mis-shaped, and how many there are.
     """
     notes: list[str] = []
-    patterns = [*HARMLESS, *ignore]
+    ignore = tuple(ignore)
     present = dict(checkpoint.tensors)
     if tied_head is not None and tied_head[0] in present and tied_head[0] not in expected:
         notes.append(_tied_note(checkpoint, *tied_head))
@@ -151,8 +152,9 @@ def check_tensors(
     if missing:
         problems.append(f"{_some(missing)} missing")
     extra = [name for name in present if name not in expected]
-    harmless = [name for name in extra if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
-    unexpected = [name for name in extra if name not in harmless]
+    harmless = [name for name in extra if _matches(name, HARMLESS)]
+    unused = [name for name in extra if _matches(name, ignore) and name not in harmless]
+    unexpected = [name for name in extra if not _matches(name, (*HARMLESS, *ignore))]
     if unexpected:
         problems.append(f"{_some(unexpected)} unexpected")
     wrong = []
@@ -178,6 +180,8 @@ def check_tensors(
         )
     if harmless:
         notes.append(f"ignored {_some(harmless)}: recomputed, not weights")
+    if unused:
+        notes.append(f"left out {_some(unused)}: parts of the checkpoint that the model does not use")
     return notes
 
 
@@ -230,6 +234,10 @@ def _tied_note(checkpoint: Checkpoint, head: str, embedding: str) -> str:
         if a.quant == b.quant and a.shape == b.shape and a.data.tobytes() == b.data.tobytes():
             return f"{head} repeats the tied {embedding}: one copy is used"
     return f"{head} differs from {embedding}, to which the config ties it: the embedding is used"
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _some(names: list[str]) -> str:

@@ -39,7 +39,8 @@ class GGUFCheckpoint(Checkpoint):
         self._names = NAME_MAPS[self.arch]
         self._stored: dict[str, GGUFTensor] = {}
         self.tensors = self._translate_names()
-        self.name = str(metadata.get("general.name") or path.stem)
+        # Not general.name: files of one model in different types share it, or it is a training run's.
+        self.name = path.stem
         if "token_embd.weight" not in self._file.tensors:
             raise CheckpointError(f"{path} has no token_embd.weight: it is not a language model")
         factors = {
