@@ -27,6 +27,7 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard src/pelton/kernels/
 	$(PIP) install -q --upgrade pip
 	$(PIP) install -q "$(TORCH)"
 	$(PIP) install -q -e ".[build,serve]"
+	$(PY) -m compileall -q src/pelton  # as pip does for packages that are not editable: starts sooner
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

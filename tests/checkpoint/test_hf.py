@@ -188,6 +188,24 @@ def test_vocab_and_merges_files_are_converted_by_transformers(tmp_path: Path) ->
     assert special["eos_token_ids"] == [287]
 
 
+@pytest.mark.parametrize("token_with_space", [False, True])
+def test_merges_are_written_in_the_form_that_loads_faster_where_it_can_hold_them(
+    token_with_space: bool, tmp_path: Path
+) -> None:
+    folder = tiny_hf_checkpoint("llama", tmp_path)
+    if token_with_space:
+        backend = json.loads((folder / "tokenizer.json").read_text())
+        known = len(backend["model"]["vocab"]) + len(backend["added_tokens"])
+        backend["model"]["vocab"] |= {" e": known, "h e": known + 1}
+        backend["model"]["merges"].append(["h", " e"])
+        (folder / "tokenizer.json").write_text(json.dumps(backend))
+    expected = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer, _ = written(folder, tmp_path / "out")
+    assert tokenizer.to_str() == expected.to_str()
+    merges = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["merges"]
+    assert all(isinstance(merge, list if token_with_space else str) for merge in merges)
+
+
 def test_a_foreign_tokenizer_without_transformers_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

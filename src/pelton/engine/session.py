@@ -15,6 +15,7 @@ from pelton.engine.artifact import Engine, open_engine
 from pelton.engine.batch import InputBatch, StepResult
 from pelton.engine.config import EngineConfig
 from pelton.engine.kv_cache import KVCaches, allocate, resolve_num_blocks
+from pelton.engine.prefault import Prefault
 from pelton.engine.resources import cores
 from pelton.engine.validate import BatchChecker
 from pelton.errors import ConfigError, EngineError, MissingDependencyError, PeltonError
@@ -63,6 +64,7 @@ class Session:
         self._caches = allocate(self.config, self.num_blocks)
         self._runner: Runner | None
         self.runner_name, self._runner = self._make_runner(runner)
+        self._prefault = Prefault(self.engine.weights.files)
 
     @property
     def engine_id(self) -> str:
@@ -87,6 +89,7 @@ class Session:
 
     def close(self) -> None:
         """Free the KV cache and the runner; idempotent."""
+        self._prefault.close()
         if self._runner is not None:
             self._runner.close()
         self._runner = None

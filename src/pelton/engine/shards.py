@@ -118,6 +118,8 @@ class Shards:
     def __init__(self, paths: Iterable[Path]) -> None:
         self.meta: dict[str, TensorMeta] = {}
         self._blobs: dict[str, Bytes] = {}
+        self.files: list[Bytes] = []
+        """Each shard as it is mapped, from its first byte."""
         for path in paths:
             self._map(path)
 
@@ -147,6 +149,7 @@ class Shards:
             metas = {name: msgspec.json.decode(notes[name], type=TensorMeta) for name in entries}
         except (msgspec.MsgspecError, KeyError, UnicodeDecodeError) as error:
             raise EngineError(f"{path} is damaged: its header cannot be read; rebuild the engine") from error
+        self.files.append(mapped)
         data = mapped[8 + length :]
         for name, entry in entries.items():
             start, stop = entry.data_offsets

