@@ -21,8 +21,9 @@ from pelton.dtypes import is_dense
 from pelton.engine.batch import AttentionMetadata, InputBatch
 from pelton.engine.native_plan import NativePlan
 from pelton.engine.plan import Buffer, Instruction, Operand, Plan, TacticChoice
+from pelton.ir.block_encoder import quantize
 from pelton.ir.tensors import HostTensor
-from pelton.kernels import blocks, native
+from pelton.kernels import native
 from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.linear.workspace import int8_bytes
 
@@ -44,7 +45,7 @@ def packed_weight(quant: str, shape: tuple[int, int]) -> np.ndarray:
     elif is_dense(quant):
         tensor = HostTensor(quant, shape, values.astype(quant))
     else:
-        tensor = HostTensor(quant, shape, blocks.quantize_rows(values, quant))
+        tensor = quantize(values, quant)
     return LAYOUTS["x16"].pack(tensor)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from pelton.builder.facts import expected_tensors
+from pelton.ir.block_encoder import quantize
 from pelton.ir.tensors import HostTensor, f32_to_bf16
 from pelton.models.checkpoint import Checkpoint, TensorInfo
 from pelton.models.registry import create_model
-from pelton.quant.blocks import quantize
 
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -40,13 +40,14 @@ MB = 1_000_000
 
 
 def build(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    paths = ["src", ".", *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(
         [sys.executable, "-m", "tests.builder.streaming_build", str(folder), json.dumps(config)],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", "."])},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
     )
     figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return figures

@@ -16,7 +16,7 @@ import tokenizers
 import torch
 import transformers
 
-from pelton.quant.blocks import quantize
+from pelton.ir.block_encoder import quantize
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"

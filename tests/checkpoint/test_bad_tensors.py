@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pelton.errors import CheckpointError
+from pelton.ir.block_encoder import quantize
 from pelton.ir.tensors import HostTensor
 from pelton.models.checkpoint import assert_finite, check_tensors, open_checkpoint
-from pelton.quant.blocks import quantize
 from tests.checkpoint.makers import tiny_hf_checkpoint, tiny_model
 from tests.checkpoint.spoil import NORM, change_tensors
 

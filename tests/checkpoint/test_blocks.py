@@ -8,8 +8,10 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from pelton.dtypes import BLOCK_TYPES, NATIVE_BLOCK_TYPES
-from pelton.ir.tensors import HostTensor
-from pelton.quant.blocks import bf16_to_f32, dequantize, f32_to_bf16, quantize, repack
+from pelton.ir.block_encoder import quantize
+from pelton.ir.blocks import dequantize
+from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
+from pelton.quant.repack import repack
 
 #: Byte offsets of the float16 fields of each block: random bytes there could be NaN or infinity.
 HALF_FIELDS = {
@@ -55,7 +57,7 @@ def test_a_tensor_larger_than_one_chunk_dequantises_as_its_rows_do(
 ) -> None:
     tensor = random_blocks(quant, 9, 2)
     whole = dequantize(tensor)
-    monkeypatch.setattr("pelton.quant.blocks._CHUNK_VALUES", 2 * tensor.shape[1])
+    monkeypatch.setattr("pelton.ir.blocks._CHUNK_VALUES", 2 * tensor.shape[1])
     np.testing.assert_array_equal(dequantize(tensor), whole)
 
 

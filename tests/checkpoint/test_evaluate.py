@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from pelton.errors import CheckpointError
+from pelton.ir.block_encoder import quantize
+from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate, infer_quant, infer_shape
 from pelton.ir.recipe import AddScalar, Concat, PermuteRows, Recipe, Rows, Source, Transpose, add_scalar
 from pelton.ir.tensors import HostTensor, f32_to_bf16
-from pelton.quant.blocks import dequantize, quantize
 
 RNG = np.random.default_rng(0)
 DENSE = {name: RNG.standard_normal((16, 64)).astype(np.float32) for name in "abc"}

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tokenizers
 
+from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate, infer_shape
 from pelton.ir.recipe import AddScalar, Source, add_scalar
 from pelton.models.checkpoint import assert_finite, check_tensors, open_checkpoint
 from pelton.models.checkpoint.base import Checkpoint
-from pelton.quant.blocks import dequantize
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import transformers
 from gguf import GGUFReader
 
 from pelton.errors import CheckpointError
+from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Source, transpose
 from pelton.models.checkpoint import check_tensors, open_checkpoint
 from pelton.models.checkpoint.gguf_config import llama3_divisors
 from pelton.models.checkpoint.gguf_file import GGUFFile
-from pelton.quant.blocks import dequantize
 from tests.checkpoint.makers import ARCHITECTURES, tiny_gguf, tiny_model
 
 torch.set_num_threads(1)

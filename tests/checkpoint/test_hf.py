@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from pelton.errors import MissingDependencyError
+from pelton.ir.blocks import dequantize
 from pelton.models.checkpoint import check_tensors, open_checkpoint
-from pelton.quant.blocks import dequantize
 from tests.checkpoint.makers import ARCHITECTURES, CHAT_TEMPLATE, tiny_hf_checkpoint, tiny_model
 
 torch.set_num_threads(1)

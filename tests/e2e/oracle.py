@@ -9,10 +9,10 @@ import numpy as np
 import torch
 import transformers
 
+from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.tensors import HostTensor
 from pelton.models.checkpoint import open_checkpoint
-from pelton.quant.blocks import dequantize
 
 
 def load(path: Path) -> Any:

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pelton.dtypes import is_dense
+from pelton.dtypes import NATIVE_BLOCK_TYPES, is_dense
+from pelton.ir.block_encoder import quantize
+from pelton.ir.blocks import blocks_view, dequantize
 from pelton.ir.tensors import HostTensor
-from pelton.kernels import blocks, native
+from pelton.kernels import native
 from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.linear.workspace import int8_bytes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native library (make native)")
 
-BLOCK = tuple(blocks.BLOCK_DTYPES)
+BLOCK = NATIVE_BLOCK_TYPES
 DENSE = ("float32", "bfloat16", "float16")
 LEVELS = ("generic", "avx2", "avxvnni", "avx512")
 
@@ -35,8 +37,8 @@ def weight(quant: str, rows: int, cols: int, seed: int = 0) -> tuple[HostTensor,
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal((rows, cols)) * cols**-0.5).astype(np.float32)
     if not is_dense(quant):
-        raw = blocks.quantize_rows(values, quant)
-        return HostTensor(quant, (rows, cols), raw), blocks.dequantize_rows(raw, quant)
+        tensor = quantize(values, quant)
+        return tensor, dequantize(tensor)
     if quant == "bfloat16":
         bits = (values.view(np.uint32) >> 16).astype(np.uint16)
         return HostTensor(quant, (rows, cols), bits), (bits.astype(np.uint32) << 16).view(np.float32)
@@ -125,11 +127,11 @@ def test_extreme_weights_and_activations_do_not_overflow(team: native.Team, quan
     """All bits set or clear, against activations of one sign: the largest integer sums there are."""
     for fill in (0x00, 0xFF, 0x7F, 0x80):
         tensor, _ = weight(quant, 16, 256)
-        view = blocks.blocks_view(tensor.data, quant)
+        view = blocks_view(tensor.data, quant)
         for field in ("qs", "qh", "ql"):
             if field in view.dtype.names:
                 view[field] = np.array(fill, np.uint8).astype(view.dtype[field].base, casting="unsafe")
-        values = blocks.dequantize_rows(tensor.data, quant)
+        values = dequantize(tensor)
         for sign in (1, -1):
             x = np.full((5, 256), sign * 3.0, np.float32)
             want = x @ values.T

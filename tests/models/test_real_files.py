@@ -13,11 +13,11 @@ import torch
 import transformers as hf
 
 from pelton import nn
+from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.tensors import HostTensor
 from pelton.models.checkpoint import Checkpoint, open_checkpoint
 from pelton.models.registry import create_model
-from pelton.quant.blocks import dequantize
 from tests.models.oracle import relative_error
 from tests.models.paged import PagedRunner
 

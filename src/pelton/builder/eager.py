@@ -17,10 +17,10 @@ from pelton.builder.weights import convert
 from pelton.engine.batch import InputBatch
 from pelton.engine.config import EngineConfig
 from pelton.errors import BuildError
+from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor
-from pelton.quant.blocks import dequantize
 
 
 class EagerReference:

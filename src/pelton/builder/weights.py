@@ -22,7 +22,7 @@ from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
 from pelton.kernels.layouts import LAYOUTS
 from pelton.models.checkpoint import assert_finite
-from pelton.quant.blocks import repack
+from pelton.quant.repack import repack
 
 #: Values converted at a time, so that temporaries stay small.
 _CHUNK = 1 << 22

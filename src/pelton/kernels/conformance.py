@@ -19,9 +19,10 @@ import numpy.typing as npt
 import torch
 
 from pelton.dtypes import is_dense
+from pelton.ir.block_encoder import quantize
 from pelton.ir.op import Op, Sample, all_ops
 from pelton.ir.tensors import HostTensor
-from pelton.kernels import blocks, native
+from pelton.kernels import native
 from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.native import Array, Attr, NativeTensor
 from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, all_tactics
@@ -102,7 +103,7 @@ def to_numpy(tensor: torch.Tensor) -> Array | NativeTensor:
 def _host_tensor(values: torch.Tensor, quant: str) -> HostTensor:
     array = values.contiguous().float().numpy()
     if not is_dense(quant):
-        return HostTensor(quant, tuple(values.shape), blocks.quantize_rows(array, quant))
+        return quantize(array, quant)
     if quant == "bfloat16":
         return HostTensor(
             quant, tuple(values.shape), values.bfloat16().view(torch.int16).numpy().view(np.uint16)

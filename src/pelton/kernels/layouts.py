@@ -32,8 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.dtypes import BLOCK_TYPES, ITEMSIZE, is_dense
-from pelton.ir.tensors import HostTensor
-from pelton.kernels import blocks
+from pelton.errors import ConfigError
+from pelton.ir import blocks
+from pelton.ir.tensors import HostTensor, bf16_to_f32
 from pelton.registry import Registry
 
 Array = npt.NDArray[Any]
@@ -92,7 +93,7 @@ def _values(raw: UInt8, quant: str, shape: Shape) -> Float32:
     if not is_dense(quant):
         return blocks.dequantize_rows(raw, quant).reshape(shape)
     if quant == "bfloat16":
-        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
+        return bf16_to_f32(raw).reshape(shape)
     return raw.view(quant).astype(np.float32, copy=False).reshape(shape)
 
 
@@ -221,6 +222,9 @@ class X16Layout:
 
     def _areas(self, quant: str, cols: int) -> tuple[int, int, int]:
         """Scale bytes used, scale area, quant area of one panel."""
+        if quant not in self._FIELDS:
+            known = ", ".join(self._FIELDS)
+            raise ConfigError(f"block type {quant!r} has no native layout (known: {known}); repack it first")
         scales, words = self._FIELDS[quant]
         per_block = sum(np.dtype(t).itemsize * n for t, n in scales) * PANEL_ROWS
         used = cols // BLOCK_TYPES[quant].block_size * per_block

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from pelton.errors import CheckpointError
+from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Recipe, Source
 from pelton.ir.tensors import HostTensor
-from pelton.quant.blocks import dequantize
 
 
 class Module(torch.nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pelton.kernels.blocks import BLOCK_DTYPES
+from pelton.dtypes import NATIVE_BLOCK_TYPES
 from pelton.kernels.tactic import NodeSpec, Tactic
 
 
@@ -17,12 +17,13 @@ def _tactic(quant: str, layout: str, priority: int) -> Tactic:
         op="embedding",
         supports=lambda node: _supports(node, quant),
         priority=priority,
+        batch_invariant=True,
         weight_layouts={1: layout},
     )
 
 
 TACTICS = [
     _tactic(quant, layout, priority)
-    for quant in (*BLOCK_DTYPES, "float32", "bfloat16", "float16")
+    for quant in (*NATIVE_BLOCK_TYPES, "float32", "bfloat16", "float16")
     for layout, priority in (("rows", 10), ("x16", 5))
 ]

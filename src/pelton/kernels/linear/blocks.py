@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pelton.kernels.blocks import BLOCK_DTYPES
+from pelton.dtypes import NATIVE_BLOCK_TYPES
 from pelton.kernels.linear.workspace import int8_bytes
 from pelton.kernels.tactic import NodeSpec, Tactic
 
@@ -26,6 +26,7 @@ def _int8(quant: str) -> Tactic:
         supports=lambda node: node.activations == "int8" and _operands(node, quant),
         priority=20,
         precision="int8",
+        batch_invariant=True,
         weight_layouts={1: "x16"},
         workspace=lambda node, max_tokens: int8_bytes(max_tokens, _cols(node)),
     )
@@ -37,8 +38,9 @@ def _float32(quant: str) -> Tactic:
         op="linear",
         supports=lambda node: _operands(node, quant),
         priority=10,
+        batch_invariant=True,
         weight_layouts={1: "x16"},
     )
 
 
-TACTICS = [make(quant) for quant in BLOCK_DTYPES for make in (_int8, _float32)]
+TACTICS = [make(quant) for quant in NATIVE_BLOCK_TYPES for make in (_int8, _float32)]

@@ -17,6 +17,7 @@ def _tactic(dtype: str) -> Tactic:
         op="linear",
         supports=lambda node: _supports(node, dtype),
         priority=10,
+        batch_invariant=True,
         weight_layouts={1: "x16"},
     )
 

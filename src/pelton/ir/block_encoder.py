@@ -1,0 +1,127 @@
+"""Encode values as GGUF blocks by plain rounding, in the types that have native kernels.
+
+No search for better scales: what repacking and tests need, not a quantisation algorithm. numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from pelton.dtypes import BLOCK_TYPES
+from pelton.ir import blocks
+from pelton.ir.blocks import Array, Float32
+from pelton.ir.tensors import HostTensor
+
+
+def quantize(x: Float32, quant: str) -> HostTensor:
+    """``x``, (rows, cols) float32, encoded as ``quant``: one of the native block types.
+
+    Scales cover each block's range and values are rounded to the nearest code, so the error of a
+    value is at most about half a step (more where a block's values are so small, below 1e-3 for
+    q6_k, that its float16 scale is subnormal). Rows must be a whole number of blocks, values finite.
+    """
+    block, encode = BLOCK_TYPES[quant], _ENCODE[quant]
+    rows, cols = x.shape
+    assert cols % block.block_size == 0, f"{cols} columns are no multiple of {quant}'s {block.block_size}"
+    assert np.isfinite(x).all(), "non-finite values cannot be quantised"
+    out = np.empty((rows, cols // block.block_size * block.block_bytes), np.uint8)
+    fields = blocks.blocks_view(out, quant)
+    for part in blocks.row_chunks(rows, cols):
+        values = np.ascontiguousarray(x[part], np.float32)
+        encode(values.reshape(len(values), -1, block.block_size), fields[part])
+    return HostTensor(quant, (rows, cols), out)
+
+
+# --- pieces: scales keep the last axis, as 1 ------------------------------------------------------
+
+
+def _half(values: Array) -> npt.NDArray[np.uint16]:
+    """(..., 1) float32 rounded to float16 -> (...) bit patterns."""
+    rounded = values[..., 0].astype(np.float16)
+    assert np.isfinite(rounded).all(), "a block's scale does not fit in float16"
+    return rounded.view(np.uint16)
+
+
+def _stored(values: Array) -> Array:
+    """What a decoder will read: codes are chosen for the rounded scale, not the exact one."""
+    return values.astype(np.float16).astype(np.float32)
+
+
+def _codes(x: Array, step: Array, low: int, high: int) -> npt.NDArray[np.int8]:
+    """``x / step`` rounded and clipped; 0 where the step is 0."""
+    safe = np.where(step == 0, np.float32(1), step)
+    q = np.where(step == 0, np.float32(0), x / safe)
+    return np.clip(np.rint(q), low, high).astype(np.int8)
+
+
+def _signed_peak(x: Array) -> Array:
+    """The value of largest magnitude along the last axis, kept as an axis."""
+    at = np.abs(x).argmax(axis=-1)[..., None]
+    return np.take_along_axis(x, at, axis=-1)
+
+
+# --- (rows, blocks, block_size) float32 into (rows, blocks) of the type's fields ------------------
+
+
+def _q4_0(x: Array, out: Array) -> None:
+    d = _signed_peak(x) / np.float32(-8)  # the peak takes code 0 = -8, the side with one more step
+    out["d"] = _half(d)
+    out["qs"] = blocks.pack_nibbles((_codes(x, _stored(d), -8, 7) + np.int8(8)).view(np.uint8))
+
+
+def _q4_1(x: Array, out: Array) -> None:
+    m = x.min(axis=-1, keepdims=True)
+    d = (x.max(axis=-1, keepdims=True) - m) / np.float32(15)
+    out["d"], out["m"] = _half(d), _half(m)
+    out["qs"] = blocks.pack_nibbles(_codes(x - _stored(m), _stored(d), 0, 15).view(np.uint8))
+
+
+def _q5_0(x: Array, out: Array) -> None:
+    d = _signed_peak(x) / np.float32(-16)
+    q = (_codes(x, _stored(d), -16, 15) + np.int8(16)).view(np.uint8)
+    out["d"] = _half(d)
+    out["qh"] = np.packbits(q >> 4, axis=-1, bitorder="little")
+    out["qs"] = blocks.pack_nibbles(q & 15)
+
+
+def _q8_0(x: Array, out: Array) -> None:
+    d = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)
+    out["d"], out["qs"] = _half(d), _codes(x, _stored(d), -127, 127)
+
+
+def _q4_k(x: Array, out: Array) -> None:
+    sub = x.reshape(*x.shape[:-1], 8, 32)
+    low = np.minimum(sub.min(axis=-1), 0)
+    step = (sub.max(axis=-1) - low) / np.float32(15)
+    d = step.max(axis=-1, keepdims=True) / np.float32(63)
+    dmin = (-low).max(axis=-1, keepdims=True) / np.float32(63)
+    scales = _codes(step, _stored(d), 0, 63).view(np.uint8)
+    mins = _codes(-low, _stored(dmin), 0, 63).view(np.uint8)
+    offset = (_stored(dmin) * mins)[..., None]
+    q = _codes(sub + offset, (_stored(d) * scales)[..., None], 0, 15).view(np.uint8)
+    out["d"], out["dmin"] = _half(d), _half(dmin)
+    out["scales"], out["qs"] = blocks.pack_q4_k_scales(scales, mins), blocks.pack_q4_k_values(q)
+
+
+def _q6_k(x: Array, out: Array) -> None:
+    sub = x.reshape(*x.shape[:-1], 16, 16)
+    step = _signed_peak(sub)[..., 0] / np.float32(-32)
+    d = _signed_peak(step) / np.float32(-128)
+    scales = _codes(step, _stored(d), -128, 127)
+    q = _codes(sub, (_stored(d) * scales)[..., None], -32, 31) + np.int8(32)
+    out["d"], out["scales"] = _half(d), scales
+    values = q.view(np.uint8).reshape(*x.shape[:-1], 8, 32)
+    out["ql"], out["qh"] = blocks.pack_q6_k_values(values)
+
+
+_ENCODE: dict[str, Callable[[Array, Array], None]] = {
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q5_0": _q5_0,
+    "q8_0": _q8_0,
+    "q4_k": _q4_k,
+    "q6_k": _q6_k,
+}
