@@ -146,6 +146,17 @@ def test_the_native_sampler_treats_odd_logits_alike() -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("top_k", [0, 3000])
+def test_a_large_nucleus_of_equal_logits_is_the_same(top_k: int) -> None:
+    rng = np.random.default_rng(top_k)
+    choices = np.array([-np.inf, np.nan, -0.0, 0.0, -1.5, -0.25, 0.25, 1.5, 1.5000001], np.float32)
+    logits = rng.choice(choices, (24, 6000))
+    n = len(logits)
+    p = rng.choice([0.3, 0.6, 0.9, 0.999], n)
+    assert_same_sample(logits, [1.0] * n, [top_k] * n, p, [0.0] * n, range(n), range(n))
+
+
+@needs_library
 def test_native_sampling_reads_strided_rows_and_skips_logprobs() -> None:
     wide = np.random.default_rng(3).standard_normal((8, 300)).astype(np.float32)
     for view in (wide[::2, 10:200], wide[:, ::3], wide.T[:8, :]):

@@ -83,6 +83,45 @@ void largest(const float* l, int64_t n, int64_t k, int32_t* top) {
   std::sort_heap(top, top + k, before);
 }
 
+// Position of a logit in that order, equal ones alike: descending floats become ascending integers.
+uint32_t rank_key(float v) {
+  v += 0.0f;  // -0 equals 0
+  uint32_t bits;
+  memcpy(&bits, &v, 4);
+  return bits >> 31 ? bits : ~bits & 0x7FFFFFFFu;
+}
+
+// Brings `order`, ascending indices, into that order. `a` and `b` have room for n.
+void sort_by_logit(const float* l, int32_t* order, int64_t n, uint64_t* a, uint64_t* b) {
+  for (int64_t i = 0; i < n; i++) a[i] = (uint64_t)rank_key(l[order[i]]) << 32 | (uint32_t)order[i];
+  if (n < 1024) {
+    std::sort(a, a + n);
+  } else {
+    // Radix sort by the keys alone, 11 bits at a time: it keeps equal ones in the order of their indices.
+    for (int shift = 32; shift < 64; shift += 11) {
+      int64_t place[2048] = {0}, next = 0;
+      for (int64_t i = 0; i < n; i++) place[a[i] >> shift & 2047]++;
+      for (int64_t& p : place) {
+        const int64_t count = p;
+        p = next;
+        next += count;
+      }
+      for (int64_t i = 0; i < n; i++) b[place[a[i] >> shift & 2047]++] = a[i];
+      std::swap(a, b);
+    }
+  }
+  for (int64_t i = 0; i < n; i++) order[i] = (int32_t)(uint32_t)a[i];
+}
+
+// The tokens up to and with `last` in that order, in index order.
+void by_index(const float* l, int64_t n, int32_t last, int32_t* order) {
+  const float least = l[last];
+  const int64_t some = loops().at_least(l, n, least, order);
+  int64_t out = 0;
+  for (int64_t i = 0; i < some; i++)
+    if (l[order[i]] > least || order[i] <= last) order[out++] = order[i];
+}
+
 // Length of the shortest beginning of `order` whose weights reach `goal`; 0: none does.
 int64_t reach(const int32_t* order, int64_t n, const float* w, double goal) {
   double running = 0;
@@ -92,7 +131,8 @@ int64_t reach(const int32_t* order, int64_t n, const float* w, double goal) {
 }
 
 // What stays of all n tokens under top_p, in descending order; few are sorted in the usual case.
-int64_t nucleus(const float* l, const float* w, int64_t n, float top, float t, double p, int32_t* order) {
+int64_t nucleus(const float* l, const float* w, int64_t n, float top, float t, double p, int32_t* order,
+                uint64_t* a, uint64_t* b) {
   const double goal = p * sum(w, n);
   for (float width = 4; width < 100; width *= 2) {
     const int64_t some = loops().at_least(l, n, top - width * t, order);
@@ -100,11 +140,11 @@ int64_t nucleus(const float* l, const float* w, int64_t n, float top, float t, d
     double mass = 0;
     for (int64_t i = 0; i < some; i++) mass += (double)w[order[i]];
     if (mass < goal) continue;
-    std::sort(order, order + some, Before{l});
+    sort_by_logit(l, order, some, a, b);
     if (const int64_t kept = reach(order, some, w, goal)) return kept;
   }
   for (int64_t i = 0; i < n; i++) order[i] = (int32_t)i;
-  std::sort(order, order + n, Before{l});
+  sort_by_logit(l, order, n, a, b);
   const int64_t kept = reach(order, n, w, goal);
   return kept ? kept : n;
 }
@@ -122,7 +162,7 @@ int32_t arg_max(const Row& row) {
 }
 
 int32_t choose(const Row& row, float t, int64_t k, double p, float min_p, double u, float* w, int32_t* order,
-               float* kept_w) {
+               float* kept_w, uint64_t* keys) {
   loops().weights(row.l, w, row.n, row.top, t);
   int64_t kept = row.n;
   const bool truncate_k = k > 0 && k < row.n, truncate = truncate_k || p < 1;
@@ -130,19 +170,22 @@ int32_t choose(const Row& row, float t, int64_t k, double p, float min_p, double
     kept = k;
     largest(row.l, row.n, k, order);
     if (p < 1) {
-      int32_t* by_index = order + k;  // k more places
-      std::copy(order, order + k, by_index);
-      std::sort(by_index, by_index + k);
-      for (int64_t i = 0; i < k; i++) kept_w[i] = w[by_index[i]];
+      int32_t* sorted = order + k;  // k more places
+      std::copy(order, order + k, sorted);
+      std::sort(sorted, sorted + k);
+      for (int64_t i = 0; i < k; i++) kept_w[i] = w[sorted[i]];
       const int64_t few = reach(order, k, w, p * sum(kept_w, k));
       kept = few ? few : k;
     }
   } else if (p < 1) {
-    kept = nucleus(row.l, w, row.n, row.top, t, p, order);
+    kept = nucleus(row.l, w, row.n, row.top, t, p, order, keys, keys + row.n);
   }
   float* final_w = w;
   if (truncate) {
-    std::sort(order, order + kept);
+    if (kept < 1024)
+      std::sort(order, order + kept);
+    else
+      by_index(row.l, row.n, order[kept - 1], order);
     for (int64_t i = 0; i < kept; i++) kept_w[i] = w[order[i]];
     final_w = kept_w;
   }
@@ -169,9 +212,10 @@ extern "C" {
 int pelton_sample(const float* logits, int64_t stride, int64_t n, int64_t vocab, const float* temperature,
                   const int32_t* top_k, const float* top_p, const float* min_p, const uint64_t* seed,
                   const int64_t* position, int32_t* tokens, float* logprobs) {
-  float* scratch = static_cast<float*>(malloc((size_t)vocab * 5 * sizeof(float)));
-  if (!scratch) return PELTON_ERROR_MEMORY;
-  float *l = scratch, *w = l + vocab, *kept_w = w + vocab;
+  // Per token: two 64-bit keys, then three floats and two indices.
+  uint64_t* keys = static_cast<uint64_t*>(malloc((size_t)vocab * (2 * sizeof(uint64_t) + 5 * sizeof(float))));
+  if (!keys) return PELTON_ERROR_MEMORY;
+  float *l = (float*)(keys + 2 * vocab), *w = l + vocab, *kept_w = w + vocab;
   int32_t* order = (int32_t*)(kept_w + vocab);  // 2 * vocab places
   for (int64_t i = 0; i < n; i++) {
     const float top = loops().clean(logits + i * stride, l, vocab);
@@ -180,10 +224,10 @@ int pelton_sample(const float* logits, int64_t stride, int64_t n, int64_t vocab,
       tokens[i] = arg_max(row);
     else
       tokens[i] = choose(row, temperature[i], top_k[i], (double)top_p[i], min_p[i],
-                         uniform(seed[i], position[i]), w, order, kept_w);
+                         uniform(seed[i], position[i]), w, order, kept_w, keys);
     if (logprobs) logprobs[i] = logprob(row, tokens[i], log_sum(row, w));
   }
-  free(scratch);
+  free(keys);
   return PELTON_OK;
 }
 
