@@ -155,13 +155,13 @@ def test_a_part_without_bias_stays_apart() -> None:
 def test_packed_checkpoints_are_left_as_they_are(make: Callable[..., Any]) -> None:
     report = fuse_qkv.run(create(make()), FLOAT32)
     assert report.changed == 0
-    assert {why for _, why in report.skipped} == {"q, k and v are packed in the checkpoint"}
+    assert {why for _, why in report.skipped} == {"qkv_proj is packed in the checkpoint"}
 
 
 def test_gate_packed_in_the_checkpoint_is_left_as_it_is() -> None:
     report = fuse_gate_mlp.run(create(zoo.phi3()), FLOAT32)
     assert (report.changed, len(report.skipped)) == (0, 3)
-    assert report.skipped[0] == ("model.layers.0.mlp", "gate and up are packed in the checkpoint")
+    assert report.skipped[0] == ("model.layers.0.mlp", "gate_up_proj is packed in the checkpoint")
 
 
 def test_head_norms_are_folded_into_the_rotation() -> None:

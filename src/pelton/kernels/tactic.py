@@ -67,6 +67,19 @@ def all_float32(node: NodeSpec, besides: tuple[int, ...] = ()) -> bool:
     )
 
 
+def native_caches(node: NodeSpec, k: int, v: int) -> bool:
+    """Whether the native kernels take the KV caches at inputs ``k`` and ``v``, float32 besides."""
+    k_cache, v_cache = node.inputs[k], node.inputs[v]
+    assert k_cache is not None
+    assert v_cache is not None
+    return (
+        all_float32(node, besides=(k, v))
+        and k_cache.dtype == v_cache.dtype
+        and k_cache.dtype in CACHE_DTYPES
+        and int(k_cache.shape[3]) <= MAX_HEAD_DIM
+    )
+
+
 def all_tactics() -> dict[str, Tactic]:
     """Every tactic in ``pelton.kernels``, by name."""
     import pelton.kernels as package

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pelton.kernels.tactic import CACHE_DTYPES, MAX_HEAD_DIM, NodeSpec, Tactic, TensorSpec, all_float32
+from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, native_caches
 
-CACHES = (1, 2)
 #: Keys whose partial result one thread computes at a time (``kChunk`` in the kernel).
 CHUNK = 128
 #: Sequences whose chunks several threads may share; with more, every sequence stays whole.
@@ -22,12 +21,7 @@ def _shapes(node: NodeSpec) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
 
 def _supports(node: NodeSpec) -> bool:
     q, k_cache, _ = _shapes(node)
-    return (
-        all_float32(node, besides=CACHES)
-        and k_cache.dtype in CACHE_DTYPES
-        and int(k_cache.shape[3]) <= MAX_HEAD_DIM
-        and int(q.shape[1]) // int(k_cache.shape[1]) <= MAX_GROUP
-    )
+    return native_caches(node, 1, 2) and int(q.shape[1]) // int(k_cache.shape[1]) <= MAX_GROUP
 
 
 def _workspace(node: NodeSpec, max_tokens: int) -> int:

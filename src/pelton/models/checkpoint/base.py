@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from pelton.dtypes import BLOCK_TYPES
 from pelton.errors import CheckpointError
+from pelton.ir.blocks import blocks_view
 from pelton.ir.evaluate import infer_shape
 from pelton.ir.recipe import Recipe, Source
 from pelton.ir.tensors import HostTensor
@@ -196,21 +196,6 @@ def assert_finite(tensor: HostTensor, name: str) -> None:
         )
 
 
-#: Byte offsets of the float16 scales of each block type.
-_SCALE_OFFSETS = {
-    "q4_0": (0,),
-    "q4_1": (0, 2),
-    "q5_0": (0,),
-    "q5_1": (0, 2),
-    "q8_0": (0,),
-    "q2_k": (80, 82),
-    "q3_k": (108,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208,),
-}
-
-
 def _count_non_finite(tensor: HostTensor) -> int:
     if tensor.dense:
         if tensor.quant in ("float32", "float16"):
@@ -219,12 +204,9 @@ def _count_non_finite(tensor: HostTensor) -> int:
             exponent = tensor.data.view(np.uint16) & 0x7F80
             return int((exponent == 0x7F80).sum())
         return 0
-    blocks = tensor.data.reshape(-1, BLOCK_TYPES[tensor.quant].block_bytes)
-    total = 0
-    for at in _SCALE_OFFSETS[tensor.quant]:
-        bits = np.ascontiguousarray(blocks[:, at : at + 2]).view(np.uint16)
-        total += int((bits & 0x7C00 == 0x7C00).sum())
-    return total
+    blocks = blocks_view(tensor.data, tensor.quant)
+    names = blocks.dtype.names or ()
+    return sum(int((blocks[n] & 0x7C00 == 0x7C00).sum()) for n in ("d", "m", "dmin") if n in names)
 
 
 def _tied_note(checkpoint: Checkpoint, head: str, embedding: str) -> str:

@@ -8,7 +8,6 @@ whatever numpy raises. Format: ggml's ``docs/gguf.md``, version 2 and 3, little 
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from pelton.dtypes import BLOCK_TYPES, ITEMSIZE
 from pelton.errors import CheckpointError, MissingDependencyError
+from pelton.models.checkpoint.mapped_file import map_file
 
 #: GGUF value types with a fixed size: struct codes. 8 is a string, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -67,12 +67,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        self._map = map_file(path)
         self._at = 0
         try:
             self._parse()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.errors import CheckpointError
+from pelton.models.checkpoint.mapped_file import map_file
 
 #: safetensors' type names: ours and bytes per value.
 _TYPES = {
@@ -59,12 +59,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        self._map = map_file(path)
         if self._map[:40].startswith(b"version https://git-lfs"):
             raise CheckpointError(f"{path} is a Git LFS pointer, not the weights: run git lfs pull")
         length = int.from_bytes(self._map[:8], "little")
