@@ -21,7 +21,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     """Such as ``LlamaForCausalLM``."""
     name: str
-    """The checkpoint's own name, shown to users and served as model id."""
+    """The checkpoint's (file's or folder's), shown to users and served as model id."""
     vocab_size: int
     hidden_size: int
     num_layers: int

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pelton.dtypes import NATIVE_BLOCK_TYPES
 from pelton.ir.op import Op, Sample, register
 
 
@@ -21,7 +22,7 @@ def shape_rule(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def samples(g: torch.Generator) -> Iterator[Sample]:
     for vocab, hidden in ((50, 64), (33, 256)):
         ids = torch.randint(0, vocab, (9,), generator=g, dtype=torch.int32)
-        for quant in ("float32", "bfloat16", "float16", "q4_0", "q4_1", "q5_0", "q8_0", "q4_k", "q6_k"):
+        for quant in ("float32", "bfloat16", "float16", *NATIVE_BLOCK_TYPES):
             if quant.endswith("_k") and hidden % 256:
                 continue
             w = torch.randn(vocab, hidden, generator=g)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pelton.dtypes import NATIVE_BLOCK_TYPES
 from pelton.ir.op import Op, Sample, register
 
 
@@ -35,7 +36,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         x = torch.randn(tokens, k, generator=g)
         w = torch.randn(n, k, generator=g) * k**-0.5
         b = torch.randn(n, generator=g) if n % 2 else None
-        for quant in ("float32", "bfloat16", "float16", "q4_0", "q4_1", "q5_0", "q8_0", "q4_k", "q6_k"):
+        for quant in ("float32", "bfloat16", "float16", *NATIVE_BLOCK_TYPES):
             if quant.endswith("_k") and k % 256:
                 continue
             yield Sample(args=(x, w, b), name=f"{quant} {tokens}x{n}x{k}", quant={1: quant})
