@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pelton.dtypes import ITEMSIZE, NATIVE_CODE
 from pelton.engine.batch import Float32, InputBatch
-from pelton.engine.plan import Buffer, Dim, Plan
+from pelton.engine.plan import Buffer, Dim, Operand, Plan
 from pelton.engine.step_inputs import step_dims, step_inputs
 from pelton.errors import EngineError
 from pelton.kernels import native
@@ -160,41 +160,26 @@ class NativePlan:
     ) -> int:
         plan = self.plan
         workspace = _pages(plan.workspace_bytes)
-        buffers = np.zeros(len(plan.buffers), _BUFFER)
-        for i, buffer in enumerate(plan.buffers):
-            buffers[i] = self._buffer_row(buffer, weights, k_caches, v_caches)
-
-        operands = np.zeros(len(plan.operands), _OPERAND)
-        for row, operand in zip(operands, plan.operands, strict=True):
-            dtype, n = plan.buffers[operand.buffer].dtype, len(operand.shape)
-            assert n <= MAX_DIMS, f"{operand.name} has {n} dimensions"
-            packed = plan.buffers[operand.buffer].kind == "weight"
-            dense = packed or not n or operand.strides[-1] == 1 or operand.shape[-1] == 1
-            assert dense, f"{operand.name}: kernels need a last axis of stride 1, it is {operand.strides}"
-            row["shape"][:n] = [0 if isinstance(d, str) else d for d in operand.shape]
-            row["dim"] = -1
-            row["dim"][:n] = [self._symbols.index(d) if isinstance(d, str) else -1 for d in operand.shape]
-            row["stride"][: len(operand.strides)] = operand.strides
-            row["byte_offset"] = operand.offset * ITEMSIZE[dtype]
-            row["buffer"], row["dtype"], row["ndim"] = operand.buffer, NATIVE_CODE[dtype], n
-
-        instructions = np.zeros(len(plan.instructions), _INSTRUCTION)
+        # Rows as tuples: setting a numpy row field by field would take longer than all else here.
+        buffers = np.array([self._buffer_row(b, weights, k_caches, v_caches) for b in plan.buffers], _BUFFER)
+        operands = np.array([self._operand_row(o) for o in plan.operands], _OPERAND)
+        instructions: list[tuple[int, ...]] = []
         index: list[int] = []
         attrs: list[float] = []
         choices: list[tuple[int, int, int]] = []
         kernels: dict[str, int] = {}
-        for row, ins in zip(instructions, plan.instructions, strict=True):
+        for ins in plan.instructions:
             if not ins.tactics:
                 raise EngineError(
                     f"{ins.name} ({ins.op}) has no native tactic: this plan needs the reference runner"
                 )
-            row["first_operand"], row["n_in"], row["n_out"] = len(index), len(ins.inputs), len(ins.outputs)
-            row["first_attr"], row["n_attrs"] = len(attrs), len(ins.attrs)
-            row["first_choice"], row["n_choices"] = len(choices), len(ins.tactics)
+            counts = len(ins.inputs), len(ins.outputs), len(attrs), len(ins.attrs)
+            instructions.append((len(index), *counts, len(choices), len(ins.tactics), 0))
             index += [*ins.inputs, *ins.outputs]
             attrs += [native.attr_value(a) for a in ins.attrs.values()]
             choices += [(c.max_tokens, kernels.setdefault(c.tactic, len(kernels)), 0) for c in ins.tactics]
 
+        instruction_rows = np.array(instructions, _INSTRUCTION)
         operand_index = np.array(index, np.int32)
         attr_values = np.array(attrs, np.float64)
         choice_rows = np.array(choices, _CHOICE)
@@ -202,7 +187,7 @@ class NativePlan:
         desc = _PlanDesc(
             buffers=_address(buffers),
             operands=_address(operands),
-            instructions=_address(instructions),
+            instructions=_address(instruction_rows),
             operand_index=_address(operand_index),
             attrs=_address(attr_values),
             choices=_address(choice_rows),
@@ -257,6 +242,24 @@ class NativePlan:
             raise EngineError(f"{b.name} must be contiguous")
         self._keep.append(array)
         return 0, _address(array), 2, 0
+
+    def _operand_row(self, o: Operand) -> tuple[object, ...]:
+        """One ``pelton_operand``, field by field."""
+        buffer, n = self.plan.buffers[o.buffer], len(o.shape)
+        assert n <= MAX_DIMS, f"{o.name} has {n} dimensions"
+        dense = buffer.kind == "weight" or not n or o.strides[-1] == 1 or o.shape[-1] == 1
+        assert dense, f"{o.name}: kernels need a last axis of stride 1, it is {o.strides}"
+        fill = (0,) * (MAX_DIMS - n)
+        return (
+            (*(0 if isinstance(d, str) else d for d in o.shape), *fill),
+            (*o.strides, *(0,) * (MAX_DIMS - len(o.strides))),
+            o.offset * ITEMSIZE[buffer.dtype],
+            (*(self._symbols.index(d) if isinstance(d, str) else -1 for d in o.shape), *(-1 for _ in fill)),
+            o.buffer,
+            NATIVE_CODE[buffer.dtype],
+            n,
+            0,
+        )
 
     def _arena_view(self, operand: int) -> Float32:
         """The operand at its largest, as a view of the arena."""
