@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -143,6 +145,23 @@ def test_non_finite_weights_name_the_tensor_and_leave_nothing(tmp_path: Path) ->
     checkpoint.damage["model.layers.1.mlp.up_proj.weight"] = float("nan")
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has 1 NaN"):
         build(checkpoint, SMALL, output=tmp_path / "e")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_disk_too_small_is_said_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=500))
+    with pytest.raises(ConfigError, match=rf"the engine needs .* in {tmp_path}, where 500 B are free"):
+        build(RandomCheckpoint(TINY_LLAMA), SMALL, output=tmp_path / "e")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pelton.builder.build.write_weights", full)
+    with pytest.raises(ConfigError, match=rf"the disk of {tmp_path} is full"):
+        build(RandomCheckpoint(TINY_LLAMA), SMALL, output=tmp_path / "e")
     assert leftovers(tmp_path) == []
 
 

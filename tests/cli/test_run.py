@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
-from tests.cli.conftest import Run, fake_pelton
+from tests.cli.conftest import FAKE_MAIN, Run, fake_pelton
 
 
 def test_the_answer_alone_is_on_stdout(run: Run, fake_engine: Path) -> None:
@@ -98,8 +100,6 @@ def test_a_closed_pipe_is_silent(fake_engine: Path) -> None:
 
 
 def test_ctrl_c_ends_it_with_130_and_no_traceback(fake_engine: Path) -> None:
-    import os
-
     env = dict(os.environ) | {"FAKE_STEP_SECONDS": "0.05"}
     with fake_pelton("run", fake_engine, "Hello", "--max-tokens", 200, env=env) as process:
         assert process.stdout is not None
@@ -145,8 +145,6 @@ def test_a_question_too_long_is_said_and_the_chat_goes_on(run: Run, fake_engine:
 
 
 def test_ctrl_c_in_a_chat_stops_the_answer_only(fake_engine: Path) -> None:
-    import os
-
     env = dict(os.environ) | {"FAKE_STEP_SECONDS": "0.05"}
     with fake_pelton("chat", fake_engine, stdin=subprocess.PIPE, env=env) as process:
         assert process.stdin is not None
@@ -160,3 +158,29 @@ def test_ctrl_c_in_a_chat_stops_the_answer_only(fake_engine: Path) -> None:
         assert process.returncode == 0
         assert "(stopped)" in err
         assert len(out) < 100
+
+
+def test_a_terminal_that_cannot_show_a_character_gets_a_question_mark(fake_engine: Path) -> None:
+    env = dict(os.environ) | {"PYTHONIOENCODING": "ascii"}
+    flags = ("--raw", "--max-tokens", 2, "--allowed-token-ids", 0xC3, "--min-tokens", 2)
+    with fake_pelton("run", fake_engine, "Hi", *flags, env=env) as process:
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "??\n", "")
+
+
+def test_closed_standard_streams_are_no_bug(fake_engine: Path) -> None:
+    script = f"import os\nfor fd in 0, 1: os.close(fd)\nos.execv({sys.executable!r}, {{}})"
+    for args, code, said in (
+        (["run", str(fake_engine)], 2, "pelton: the prompt is empty.\n"),
+        (["run", str(fake_engine), "Hi", "--max-tokens", "2"], 0, ""),
+    ):
+        command = [sys.executable, "-c", FAKE_MAIN, *args]
+        with fake_pelton(program=script.format(command)) as process:
+            _, err = process.communicate(timeout=20)
+        assert (process.returncode, err) == (code, said)
+
+
+def test_bytes_that_are_not_text_stand_as_replacement_characters(run: Run, fake_engine: Path) -> None:
+    result = run("run", fake_engine, "caf\udce9", "--raw", "--json", "--max-tokens", 2)
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["prompt"] == "caf\ufffd"

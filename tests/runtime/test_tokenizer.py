@@ -82,7 +82,7 @@ def test_chat_template_renders_like_transformers(tmp_path: Path) -> None:
     ):
         tokenizer = Tokenizer.from_dir(save(byte_level_tokenizer(), tmp_path / "t", source))
         for tool_list in (None, tools):
-            ours = tokenizer.apply_chat_template(messages, tools=tool_list, custom="c")
+            ours = tokenizer.apply_chat_template(messages, tools=tool_list, variables={"custom": "c"})
             theirs, _ = transformers_utils.render_jinja_template(
                 conversations=[messages],
                 tools=tool_list,
@@ -109,7 +109,7 @@ def test_chat_template_renders_like_transformers(tmp_path: Path) -> None:
 )
 def test_a_template_that_cannot_render_is_a_request_error(source: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
-        ChatTemplate(source).render([{"role": "x", "content": "hi"}], eos_token="", tools=None)
+        ChatTemplate(source).render([{"role": "x", "content": "hi"}], {"eos_token": "", "tools": None})
     assert caught.value.param == "messages"
 
 

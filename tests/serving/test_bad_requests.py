@@ -131,6 +131,9 @@ BAD: list[tuple[tuple[str, str, Any], int, str, str | None]] = [
     (text(logprobs=21), 400, "logprobs 21 is above", "logprobs"),
     (text(logprobs=True), 400, "logprobs must be an integer", "logprobs"),
     (text(prompt_logprobs=99), 400, "prompt_logprobs 99 is above", "prompt_logprobs"),
+    (text(prompt_logprobs=1, stream=True), 400, "prompt_logprobs cannot be streamed", "prompt_logprobs"),
+    (chat(chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs holds messages", None),
+    (chat(chat_template_kwargs={"add_generation_prompt": True}), 400, "a field of its own", None),
     (chat(stream="yes"), 400, "stream must be true or false", "stream"),
     (chat(priority=2**40), 400, "priority is", "priority"),
     # Lists and maps.

@@ -124,15 +124,17 @@ def test_pelton_extras_take_effect(client: openai.OpenAI) -> None:
     assert text(stop=[plain[3:5]], include_stop_str_in_output=True).endswith(plain[3:5])
 
 
-def test_prompt_logprobs_and_token_ids_are_reported_when_asked_for(client: openai.OpenAI) -> None:
+def test_prompt_logprobs_and_token_ids_are_reported_of_every_prompt(client: openai.OpenAI) -> None:
+    prompts = ["Hello", "Hey"]
     answer = client.completions.create(
-        model=MODEL, prompt="Hello", max_tokens=2, extra_body={"prompt_logprobs": 1, "return_token_ids": True}
+        model=MODEL, prompt=prompts, max_tokens=2, extra_body={"prompt_logprobs": 1, "return_token_ids": True}
     )
-    extra = answer.model_extra or {}
-    assert extra["prompt_token_ids"] == list(b"Hello")
-    assert extra["prompt_logprobs"][0] is None
-    assert len(extra["prompt_logprobs"]) == 5
-    assert len((answer.choices[0].model_extra or {})["token_ids"]) == 2
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        extra = choice.model_extra or {}
+        assert extra["prompt_token_ids"] == list(prompt.encode())
+        assert extra["prompt_logprobs"][0] is None
+        assert len(extra["prompt_logprobs"]) == len(prompt)
+        assert len(extra["token_ids"]) == 2
 
 
 def test_a_stop_sequence_leaves_its_reason(client: openai.OpenAI) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -126,6 +127,22 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(
         resolve_model(checkpoint)
 
 
+def test_a_cache_folder_that_turned_read_only_is_the_same_sentence(
+    cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / "engines").mkdir(parents=True)
+
+    def read_only(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.suffix == ".lock":
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return opened(path, *args, **kwargs)
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", read_only)
+    with pytest.raises(ConfigError, match=r"engines cannot be written \(Read-only file system\)"):
+        resolve_model(checkpoint)
+
+
 def test_names_are_told_apart(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "llama"
@@ -153,3 +170,7 @@ def test_the_cache_folder_follows_the_platform(monkeypatch: pytest.MonkeyPatch) 
     assert engine_cache.cache_dir() == Path("/home/somebody/.cache/pelton")
     monkeypatch.setattr("sys.platform", "darwin")
     assert engine_cache.cache_dir() == Path("/home/somebody/Library/Caches/pelton")
+    monkeypatch.setenv("PELTON_CACHE", "~/engines")
+    assert engine_cache.cache_dir() == Path("/home/somebody/engines")
+    monkeypatch.setenv("PELTON_CACHE", "~nobody-by-this-name/engines")
+    assert engine_cache.cache_dir() == Path("~nobody-by-this-name/engines")

@@ -141,6 +141,11 @@ def test_what_is_wrong_is_said_before_anything_runs(llm: LLM) -> None:
         llm.generate([], GREEDY)
     with pytest.raises(RequestError, match=r"prompts\[1\] is None"):
         llm.generate(["a", None], GREEDY)  # type: ignore[list-item]
+    for junk in (None, 5, b"abc"):
+        with pytest.raises(RequestError, match=f"prompts is {junk!r}"):
+            llm.generate(junk, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"sampling_params is \{'max_tokens': 3\}; give a SamplingParams"):
+        llm.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="2 prompts and 3 sampling_params"):
         llm.generate(["a", "b"], [GREEDY] * 3)
     with pytest.raises(RequestError, match="temperature is -1"):

@@ -12,7 +12,7 @@ from pelton.builder.budget import Budget, kv_bytes_per_token, plan_budget
 from pelton.builder.check import check_engine
 from pelton.builder.clock import Clock, Progress
 from pelton.builder.compile import Compiled, compile_model
-from pelton.builder.directory import check_output, engine_directory
+from pelton.builder.directory import check_output, check_space, engine_directory
 from pelton.builder.eager import EagerReference
 from pelton.builder.facts import model_config, model_recipes, quant_elements
 from pelton.builder.lower import arena_lower_bound
@@ -66,6 +66,7 @@ def build(
                 notes.append(f"{output.name} existed and is replaced")
             for sentence in (budget.text(), *notes):
                 say(sentence)
+            check_space(folder, engine_config.memory.weights)
             with clock("weights"):
                 shards, changes = write_weights(
                     folder / "weights", compiled.weights, opened.read, clock.progress

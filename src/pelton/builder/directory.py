@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import uuid
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pelton.engine.artifact import is_engine
+from pelton.engine.resources import human_bytes
 from pelton.errors import ConfigError
 
 _AT_FDCWD = -100
@@ -34,12 +36,23 @@ def check_output(output: Path) -> bool:
     raise ConfigError(f"{output} exists and is not an engine; remove it or choose another output")
 
 
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise ``ConfigError`` when ``nbytes`` of weights do not fit onto the disk of ``folder``."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise ConfigError(
+            f"the engine needs {human_bytes(nbytes)} in {folder.parent}, where {human_bytes(free)} are free; "
+            "free some or choose another output"
+        )
+
+
 @contextmanager
 def engine_directory(output: Path) -> Iterator[Path]:
     """A temporary directory beside ``output``, renamed to it when the block ends without an error.
 
     The rename replaces an older engine in one step (where the file system can exchange names).
     Killed builds leave only the temporary directory; the next build to the same place removes it.
+    Raises ``ConfigError`` when the disk is full.
     """
     output = output.absolute()
     for stale in output.parent.glob(f".{output.name}.building-*"):
@@ -50,6 +63,13 @@ def engine_directory(output: Path) -> Iterator[Path]:
     try:
         yield temporary
         _replace(temporary, output)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(
+            f"the disk of {output.parent} is full, so the engine is not built; "
+            "free some or choose another output"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

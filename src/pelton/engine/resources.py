@@ -33,17 +33,24 @@ def _system_available() -> int:
 
 
 def _cgroup_rest() -> int | None:
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit, used, stat, cache in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ):
         try:
             ceiling = (_CGROUP / limit).read_text().strip()
             current = int((_CGROUP / used).read_text())
+            counts = dict(line.split() for line in (_CGROUP / stat).read_text().splitlines())
         except (OSError, ValueError):
             continue
         if ceiling.isdigit() and int(ceiling) < 1 << 60:
-            return max(0, int(ceiling) - current)
+            # Files that were read (a checkpoint, say) count as used until somebody needs the memory.
+            return max(0, int(ceiling) - current + int(counts.get(cache, 0)))
     return None
 
 

@@ -38,10 +38,10 @@ class ChatTemplate:
                 param="messages",
             ) from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt text."""
         try:
-            return self._template.render(messages=list(messages), **variables)
+            return self._template.render({**variables, "messages": list(messages)})
         except _RefusedError as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"

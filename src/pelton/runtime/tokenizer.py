@@ -126,11 +126,13 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation; encode it with ``add_special_tokens=False``.
 
-        Raises ``RequestError`` when the model has no template or the template refuses the messages.
+        ``variables`` are the template's own, such as ``enable_thinking``; they may also replace the
+        special tokens. Raises ``RequestError`` when the model has no template or the template refuses the
+        messages.
         """
         if self.chat_template is None:
             raise RequestError(
@@ -146,6 +148,10 @@ class Tokenizer:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if getattr(self.special, name) is not None
         }
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, **tokens, **variables
-        )
+        given = {
+            "tools": tools,
+            **tokens,
+            **(variables or {}),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._template.render(messages, given)

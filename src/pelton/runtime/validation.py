@@ -217,7 +217,9 @@ def _resolve_max_tokens(p: SamplingParams, num_prompt: int, limit: int) -> int:
             param="max_tokens",
             code="context_length_exceeded",
         )
-    _check_int("min_tokens", p.min_tokens, 0, max_tokens)
+    _check_int(
+        "min_tokens", p.min_tokens, 0, max_tokens, f"a whole number from 0 to max_tokens, {max_tokens}"
+    )
     return max_tokens
 
 

@@ -63,7 +63,7 @@ class AsyncLLM:
         config = (
             apply_overrides(engine.config, build, engine.path) if resolved.given_as_engine else engine.config
         )
-        spec = executor_spec(engine.path, config, threads or build.threads, max_waiting)
+        spec = executor_spec(engine.path, config, build.threads if threads is None else threads, max_waiting)
         self._setup(
             Tokenizer.from_dir(engine.tokenizer_path), config, ThreadClient(spec.open(engine)), max_waiting
         )

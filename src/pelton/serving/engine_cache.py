@@ -45,10 +45,15 @@ class ResolvedModel:
     given_as_engine: bool
 
 
+def local_path(given: str | os.PathLike[str]) -> Path:
+    """``given`` with ``~`` as the home folder; unlike ``Path.expanduser`` it takes any text."""
+    return Path(os.path.expanduser(given))
+
+
 def cache_dir() -> Path:
     """The folder of cached engines; not created here."""
     if chosen := os.environ.get("PELTON_CACHE"):
-        return Path(chosen).expanduser()
+        return local_path(chosen)
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "pelton"
     if base := os.environ.get("XDG_CACHE_HOME"):
@@ -58,7 +63,7 @@ def cache_dir() -> Path:
 
 def classify(model: str | os.PathLike[str]) -> Kind:
     """What ``model`` is. Raises ``CheckpointError`` with what was looked for when it is nothing."""
-    path = Path(model).expanduser()
+    path = local_path(model)
     if path.is_dir():
         if (path / "manifest.json").is_file():
             return "engine"
@@ -98,8 +103,10 @@ def download(hub_id: str, notify: Notify | None = None) -> Path:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason.removeprefix("Got: ").removesuffix(".")
         raise CheckpointError(
-            f"there is no folder {hub_id} here, and the hub could not give it: {reason}"
+            f"there is no folder {hub_id} here, and the hub could not give it: {reason}; "
+            "check the name and the connection, or give a local folder or GGUF file."
         ) from error
 
 
@@ -137,9 +144,18 @@ def cached_engine_path(checkpoint: Path, config: BuildConfig) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, notify: Notify | None) -> Iterator[None]:
+    """Hold the lock file ``path``. Raises ``ConfigError`` where its folder cannot be written."""
     import fcntl
 
-    with path.open("w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {path.parent} cannot be written ({error.strerror}); "
+            "set PELTON_CACHE to a folder that can, or build an engine with pelton build."
+        ) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -175,18 +191,11 @@ def resolve_model(
     config = config or BuildConfig()
     kind = classify(model)
     if kind == "engine":
-        return ResolvedModel(Path(model).expanduser(), given_as_engine=True)
-    checkpoint = download(os.fspath(model), notify) if kind == "hub" else Path(model).expanduser()
+        return ResolvedModel(local_path(model), given_as_engine=True)
+    checkpoint = download(os.fspath(model), notify) if kind == "hub" else local_path(model)
     target = cached_engine_path(checkpoint, config)
     if _usable(target):
         return ResolvedModel(target, given_as_engine=False)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the cache {target.parent} cannot be written ({error.strerror}); "
-            "set PELTON_CACHE to a folder that can, or build an engine with pelton build."
-        ) from error
     with _locked(target.with_suffix(".lock"), notify):
         if not _usable(target):
             if notify:

@@ -157,7 +157,7 @@ class FrontEnd:
         text = self.tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
-            **(template_variables or {}),
+            variables=template_variables,
         )
         if not continue_final_message:
             return text

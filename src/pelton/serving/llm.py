@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -138,6 +138,11 @@ class LLM:
             return [self.sampling_params()] * count
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, list | tuple) or not all(isinstance(p, SamplingParams) for p in given):
+            raise RequestError(
+                f"sampling_params is {given!r:.60}; give a SamplingParams, or a list of one for each prompt.",
+                param="sampling_params",
+            )
         if len(given) != count:
             raise RequestError(
                 f"there are {count} prompts and {len(given)} sampling_params; give one for all, or one each.",
@@ -221,6 +226,11 @@ def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """The forms of ``generate``'s first argument as a list. Raises ``RequestError``."""
     if isinstance(given, str):
         return [given]
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise RequestError(
+            f"prompts is {given!r:.60}; give a string, a list of token ids, or a list of either.",
+            param="prompts",
+        )
     prompts = list(given)
     if not prompts:
         raise RequestError("there are no prompts; give at least one.", param="prompts")

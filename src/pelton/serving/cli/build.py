@@ -36,7 +36,7 @@ engine is written next to its place and renamed at the end, so it is never half 
 @build_options
 def build(checkpoint: str, output: Path | None, force: bool, quiet: bool, config: BuildConfig) -> None:
     """Compile CHECKPOINT (a Hugging Face folder, GGUF file or hub id) into an engine."""
-    from pelton.serving.engine_cache import build_engine, classify, download
+    from pelton.serving.engine_cache import build_engine, classify, download, local_path
 
     kind = classify(checkpoint)
     if kind == "engine":
@@ -50,7 +50,7 @@ def build(checkpoint: str, output: Path | None, force: bool, quiet: bool, config
             raise ConfigError(f"{target} exists and is not an engine, so --force does not replace it.")
     if not target.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {target.absolute().parent} to put {target.name} in.")
-    folder = download(checkpoint, notify) if kind == "hub" else Path(checkpoint).expanduser()
+    folder = download(checkpoint, notify) if kind == "hub" else local_path(checkpoint)
     with build_progress(quiet) as progress:
         report = build_engine(folder, config, target, progress=progress, notify=None if quiet else _note)
     if not quiet:

@@ -31,14 +31,11 @@ def inspect(engine: Path, show_plan: bool, verify: bool, as_json: bool) -> None:
     from pelton.engine.artifact import open_engine
 
     opened = open_engine(engine, verify=verify)
-    try:
-        if as_json:
-            record = _record(opened, show_plan)
-            click.echo(msgspec.json.format(msgspec.json.encode(record)).decode())
-        else:
-            _print(opened, show_plan, verify)
-    except BrokenPipeError:
-        raise
+    if as_json:
+        record = _record(opened, show_plan)
+        click.echo(msgspec.json.format(msgspec.json.encode(record)).decode())
+    else:
+        _print(opened, show_plan, verify)
 
 
 def _record(engine: Any, show_plan: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import errno
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -110,6 +111,20 @@ def _show_warning(message: Warning | str, *where: object, **rest: object) -> Non
     _say(f"warning: {message}")
 
 
+def _mend_streams() -> None:
+    """Stand in for standard streams that are closed, and let no character stop an answer.
+
+    A closed stream (``pelton serve ... <&-``) would be None here, and its file number would go to the
+    next file that is opened, such as the weights."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest free number, and these are opened in their order: the stream's own.
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that is not UTF-8 gets "?" for what it cannot show.
+        sys.stdout.reconfigure(errors="replace")
+
+
 def run_command(args: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises for a user's mistake."""
     warnings.showwarning = _show_warning
@@ -165,6 +180,7 @@ def run_command(args: Sequence[str]) -> int:
 
 def main() -> NoReturn:
     """Entry point of the ``pelton`` command."""
+    _mend_streams()
     code = run_command(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

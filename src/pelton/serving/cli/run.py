@@ -51,8 +51,22 @@ def run(
         prompt = sys.stdin.read().removesuffix("\n")
     if prompt is None:
         raise click.UsageError('give a prompt: pelton run MODEL "..."', click.get_current_context())
+    # Bytes of an argument or of standard input that are not UTF-8 came as lone surrogates, which no
+    # tokenizer and no JSON can hold.
+    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if not prompt:
         raise RequestError("the prompt is empty.", param="prompt")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in sampling and not as_json:
+            flag = "--" + name.replace("_", "-")
+            raise click.UsageError(
+                f"{flag} is reported in JSON only; add --json", click.get_current_context()
+            )
+    if stats and as_json:
+        raise click.UsageError(
+            "--stats measures the stream that --json leaves out; leave one of them out",
+            click.get_current_context(),
+        )
     if raw and system is not None:
         raise click.UsageError(
             "--system needs the chat template that --raw leaves out", click.get_current_context()

@@ -58,10 +58,10 @@ exit.""",
 @click.option("--allow-origin", multiple=True, help="Origin that browsers may call from (repeatable).")
 @click.option(
     "--drain-seconds",
-    default=30,
+    default=20,
     show_default=True,
     type=click.IntRange(min=0),
-    help="Time that running requests get on shutdown.",
+    help="Time that requests get to end on shutdown; then they get an error.",
 )
 @click.option(
     "--log-level",

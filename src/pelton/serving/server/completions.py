@@ -128,7 +128,6 @@ class _Answer:
             **self.head,
             "choices": choices,
             "usage": usage(outputs, prompt_only=self.prompt_only),
-            **prompt_extras(self.body.prompt_logprobs, self.body.return_token_ids, outputs[0]),
         }
 
     def _choice(self, output: RequestOutput, answer: CompletionOutput, p: int) -> dict[str, Any]:
@@ -142,7 +141,7 @@ class _Answer:
         }
         if self.body.return_token_ids:
             choice["token_ids"] = [] if self.prompt_only else answer.token_ids
-        return choice
+        return choice | prompt_extras(self.body.prompt_logprobs, self.body.return_token_ids, output)
 
     async def events(self, stream: ChunkStream) -> AsyncIterator[dict[str, Any]]:
         """``text_completion`` objects with the text that came since the last one."""

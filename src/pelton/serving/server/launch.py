@@ -36,7 +36,7 @@ class Launch:
     max_n: int = 16
     max_body_bytes: int = 16 << 20
     allow_origins: tuple[str, ...] = ()
-    drain_seconds: int = 30
+    drain_seconds: int = 20
     log_level: str = "info"
     session: str = "pelton.engine.session:Session"
     """``module:callable`` that makes the session (``ExecutorSpec.session``)."""
@@ -77,10 +77,33 @@ KEEP_ALIVE = 75
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+#: Seconds after the drain in which requests that have not ended are told so.
+FAREWELL = 5
+
+
 class _Server(uvicorn.Server):
-    """uvicorn that leaves with a code instead of re-raising the signal that stopped it."""
+    """uvicorn that leaves with a code instead of re-raising the signal that stopped it, and that ends
+    what still runs after ``drain_seconds`` with an error instead of cutting the connection."""
 
     signal_received = 0
+
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, drain_seconds: int) -> None:
+        super().__init__(config)
+        self._llm = llm
+        self._drain_seconds = drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests end; after ``drain_seconds`` the model goes, which ends the others."""
+
+        async def end() -> None:
+            await asyncio.sleep(self._drain_seconds)
+            await self._llm.close()
+
+        ending = asyncio.create_task(end())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -127,11 +150,13 @@ async def _serve(launch: Launch, bound: socket.socket) -> int:
                 create_app(llm, settings),
                 log_config=None,
                 access_log=launch.log_level == "debug",
-                timeout_graceful_shutdown=launch.drain_seconds,
+                timeout_graceful_shutdown=launch.drain_seconds + FAREWELL,
                 timeout_keep_alive=KEEP_ALIVE,
                 lifespan="off",
                 ws="none",
-            )
+            ),
+            llm,
+            launch.drain_seconds,
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         # Port 0 has become a real one.

@@ -220,6 +220,8 @@ def refuse_unsupported(body: CompletionBody | ChatBody) -> None:
     """Raise ``RequestError`` for fields that are understood and cannot be honoured."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true.", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs cannot be streamed; leave out stream.", param="prompt_logprobs")
     if isinstance(body, CompletionBody):
         if body.suffix:
             raise RequestError(
@@ -246,6 +248,12 @@ def refuse_unsupported(body: CompletionBody | ChatBody) -> None:
         raise RequestError(
             'only text comes out of this model; modalities must be ["text"].', param="modalities"
         )
+    for name in ("messages", "add_generation_prompt"):
+        if name in (body.chat_template_kwargs or {}):
+            raise RequestError(
+                f"chat_template_kwargs holds {name}, which is a field of its own; send it there.",
+                param="chat_template_kwargs",
+            )
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
     if body.continue_final_message and body.messages and body.messages[-1].role != "assistant":
