@@ -62,7 +62,7 @@ GGUF = [
 
 @pytest.mark.parametrize(("arch", "quant"), GGUF)
 def test_a_gguf_engine_computes_with_the_dequantised_weights(arch: str, quant: str, tmp_path: Path) -> None:
-    fields: dict[str, int] = {} if arch == "gpt2" else {"intermediate_size": 128}
+    fields: dict[str, Any] = {} if arch == "gpt2" else {"intermediate_size": 128}
     if quant.endswith("_K"):  # blocks of 256 values
         fields = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     path = tiny_gguf(arch, tmp_path, quant=quant, **fields)
