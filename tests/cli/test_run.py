@@ -8,7 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from pelton.serving.cli.options import sampling_params
 from tests.cli.conftest import FAKE_MAIN, Run, fake_pelton
 
 
@@ -76,6 +81,24 @@ def test_every_sampling_flag_takes_effect(run: Run, fake_engine: Path) -> None:
     assert text("--logit-bias", "257:100", "--ignore-eos", "--no-skip-special-tokens") == "</s>" * 10
     assert plain[0] not in text("--bad-words", plain[0])
     assert set(text("--allowed-token-ids", 97, "--allowed-token-ids", 98)) <= {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("recommended", "flags", "wanted"),
+    [
+        ({}, {}, {"temperature": 0.7, "top_p": 0.9}),
+        ({}, {"seed": 1}, {"temperature": 0.7, "top_p": 0.9, "seed": 1}),
+        ({}, {"temperature": 1.0}, {"temperature": 1.0}),
+        ({}, {"top_k": 5}, {"top_k": 5}),
+        ({"temperature": 0.6}, {"seed": 1}, {"seed": 1}),
+    ],
+)
+def test_sampling_is_careful_where_nobody_says_how(
+    recommended: dict[str, Any], flags: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    model = SimpleNamespace(generation=recommended)
+    llm: Any = SimpleNamespace(config=SimpleNamespace(model=model), sampling_params=lambda **given: given)
+    assert sampling_params(llm, flags) == wanted
 
 
 def test_stats_are_on_stderr(run: Run, fake_engine: Path) -> None:

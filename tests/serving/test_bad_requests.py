@@ -151,6 +151,8 @@ BAD: list[tuple[tuple[str, str, Any], int, str, str | None]] = [
     # Tokenising.
     (("POST", "/tokenize", {}), 400, "give either prompt or messages", "prompt"),
     (("POST", "/tokenize", {"prompt": "x", "messages": USER}), 400, "give either", "prompt"),
+    (("POST", "/tokenize", {"prompt": "x" * 100_000}), 400, "the prompt has 100000 characters", "prompt"),
+    (("POST", "/detokenize", {"tokens": [1] * 9999}), 400, "tokens has 9999 ids", "tokens"),
     (("POST", "/tokenize", {"prompt": 5}), 400, "prompt must be a string, not 5", "prompt"),
     (("POST", "/detokenize", {"tokens": [1, 9999]}), 400, "tokens[1] is 9999", "tokens[1]"),
     (("POST", "/detokenize", {"tokens": "abc"}), 400, "tokens must be a list", "tokens"),

@@ -208,6 +208,10 @@ class AsyncLLM:
         """A fresh request id."""
         return new_id()
 
+    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        """``FrontEnd.encode`` in a thread."""
+        return await asyncio.to_thread(self._front.encode, text, add_special_tokens)
+
     async def prepare(
         self, prompts: Sequence[Prompt], fields: Mapping[str, Any], **options: Any
     ) -> Generation:

@@ -185,7 +185,7 @@ class FrontEnd:
         name = request_id or new_id()
         requests = []
         for p, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-            ids = self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+            ids = self.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
             requests.append(
                 resolve_requests(
                     ids,
@@ -202,7 +202,8 @@ class FrontEnd:
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return Generation(name, self.tokenizer, texts, requests)
 
-    def _encode(self, prompt: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, prompt: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of ``prompt``. Raises ``RequestError`` when it is far longer than a request may be."""
         # A token of this vocabulary is rarely longer than a hundred characters, so that a text far
         # beyond the limit need not be tokenised (minutes for megabytes) to be refused.
         if len(prompt) > 100 * self.max_request_tokens + 1000:

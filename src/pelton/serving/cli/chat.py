@@ -10,7 +10,13 @@ import click
 
 from pelton.engine.config import BuildConfig
 from pelton.errors import PeltonError, RequestError
-from pelton.serving.cli.options import Command, build_options, model_argument, sampling_options
+from pelton.serving.cli.options import (
+    Command,
+    build_options,
+    model_argument,
+    sampling_options,
+    sampling_params,
+)
 from pelton.serving.cli.progress import open_llm
 
 HELP = """/help           this list
@@ -42,7 +48,7 @@ def chat(model: str, system: str | None, sampling: dict[str, Any], config: Build
                 f"{model} has no chat template, so it cannot hold a conversation; "
                 f"use pelton run {model} --raw."
             )
-        params = llm.sampling_params(**sampling)
+        params = sampling_params(llm, sampling)
         conversation = Conversation(system)
         interactive = sys.stdin.isatty()
         if interactive:

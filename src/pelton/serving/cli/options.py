@@ -10,13 +10,16 @@ import functools
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
 from pelton.engine.config import BuildConfig
 from pelton.runtime.request import SamplingParams
+
+if TYPE_CHECKING:
+    from pelton.serving.llm import LLM
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -176,6 +179,16 @@ def sampling_options(*skip: str) -> Callable[[F], F]:
         )
 
     return decorate
+
+
+def sampling_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
+    """``given`` over what the model recommends. Where neither says how to sample, a little more careful
+    than the API's temperature of 1, at which small models ramble."""
+    careful = {"temperature": 0.7, "top_p": 0.9}
+    chosen = given.keys() | llm.config.model.generation.keys()
+    if chosen & {"temperature", "top_k", "top_p", "min_p"}:
+        careful = {}
+    return llm.sampling_params(**careful, **given)
 
 
 def model_argument(function: F) -> F:

@@ -33,6 +33,8 @@ def build_progress(quiet: bool = False) -> Iterator[Progress | None]:
 
             def show(stage: str, done: int, total: int) -> None:
                 if stage not in tasks:
+                    for before in tasks.values():  # a stage ends where the next begins
+                        bars.update(before, total=1, completed=1)
                     tasks[stage] = bars.add_task(stage, total=total or None)
                 bars.update(tasks[stage], completed=done, total=total or None)
 

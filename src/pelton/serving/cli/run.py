@@ -9,7 +9,13 @@ import click
 
 from pelton.engine.config import BuildConfig
 from pelton.errors import RequestError
-from pelton.serving.cli.options import Command, build_options, model_argument, sampling_options
+from pelton.serving.cli.options import (
+    Command,
+    build_options,
+    model_argument,
+    sampling_options,
+    sampling_params,
+)
 from pelton.serving.cli.progress import open_llm
 
 
@@ -26,7 +32,8 @@ Examples:
 \b
 The answer goes to standard output as it is made, everything else to standard error. A model that has
 a chat template gets the prompt as a user's message; --raw continues the prompt as plain text instead.
-Sampling flags that are left out take the model's own recommended values.""",
+Sampling flags that are left out take the model's own recommended values; where it has none and no
+flag says how to sample, temperature 0.7 and top-p 0.9.""",
 )
 @model_argument
 @click.argument("prompt", required=False)
@@ -77,7 +84,7 @@ def run(
             raise RequestError(
                 f"{model} has no chat template, so --system has no place to go; put it in PROMPT."
             )
-        params = llm.sampling_params(**sampling)
+        params = sampling_params(llm, sampling)
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": prompt})
         if as_json:

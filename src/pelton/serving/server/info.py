@@ -56,17 +56,14 @@ async def tokenize(
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages.", param="prompt")
     tokenizer = service.llm.tokenizer
-
-    def work() -> list[int]:
-        if body.messages is not None:
-            text = tokenizer.apply_chat_template(
-                chat_messages(body.messages), add_generation_prompt=body.add_generation_prompt
-            )
-            return tokenizer.encode(text, add_special_tokens=False)
+    if body.messages is not None:
+        text = tokenizer.apply_chat_template(
+            chat_messages(body.messages), add_generation_prompt=body.add_generation_prompt
+        )
+        ids = await service.llm.tokenize(text, False)
+    else:
         assert body.prompt is not None
-        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-
-    ids = await asyncio.to_thread(work)
+        ids = await service.llm.tokenize(body.prompt, body.add_special_tokens is not False)
     answer: dict[str, Any] = {
         "tokens": ids,
         "count": len(ids),
@@ -83,7 +80,11 @@ async def detokenize(
 ) -> Response:
     """The text of ``tokens``."""
     service.check_model(body.model)
-    size = service.llm.config.model.vocab_size
+    size, limit = service.llm.config.model.vocab_size, service.llm.max_request_tokens
+    if len(body.tokens) > limit:
+        raise RequestError(
+            f"tokens has {len(body.tokens)} ids; this server takes up to {limit}.", param="tokens"
+        )
     for i, token in enumerate(body.tokens):
         if not 0 <= token < size:
             raise RequestError(
