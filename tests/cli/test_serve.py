@@ -128,6 +128,20 @@ def test_the_drain_has_a_deadline(fake_engine: Path) -> None:
         assert "Traceback" not in process.stderr.read()
 
 
+def test_a_signal_while_the_model_loads_leaves_nothing(fake_engine: Path, tmp_path: Path) -> None:
+    env = dict(os.environ) | {"TMPDIR": str(tmp_path)}
+    with fake_pelton("serve", fake_engine, "--port", 0, program=FAKE_SERVE, env=env) as process:
+        while not (children := executors(process)):
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "")
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_killing_the_server_takes_its_executor_along(fake_engine: Path) -> None:
     with serving(fake_engine, "--port", 0) as (process, url, _):
         wait_ready(url)

@@ -169,6 +169,8 @@ def test_limits_of_an_engine_can_be_lowered_only(fake_engine: Path, fake_session
         (out,) = small.generate("Hello")
         assert len(out.prompt_token_ids) + len(out.outputs[0].token_ids) == 32
         assert small._executor.config.max_num_seqs == 2
+        # Two sequences of 32 tokens in blocks of 16, not what the engine was built for.
+        assert [group.total_blocks for group in small.stats().kv_groups] == [4]
         with pytest.raises(RequestError, match="takes prompts of at most 31"):
             small.generate("x" * 40)
     for config, sentence in (

@@ -61,7 +61,7 @@ def choose_num_blocks(config: EngineConfig, free: int | None = None) -> tuple[in
         raise ConfigError(
             f"{config.model.name} needs {human_bytes(longest * per_block)} for the KV cache of one sequence "
             f"of {build.max_seq_len} tokens; {human_bytes(max(0, free))} are left besides weights and work "
-            f"memory; rebuild with max_seq_len {max(1, blocks * build.block_size)} or free memory"
+            f"memory; run it with max_seq_len {max(1, blocks * build.block_size)} or free memory"
         )
     return (blocks,) * len(config.model.kv_groups)
 

@@ -63,7 +63,7 @@ class AsyncLLM:
         config = (
             apply_overrides(engine.config, build, engine.path) if resolved.given_as_engine else engine.config
         )
-        spec = executor_spec(engine.path, config, build.threads if threads is None else threads, max_waiting)
+        spec = executor_spec(engine, config, build.threads if threads is None else threads, max_waiting)
         self._setup(
             Tokenizer.from_dir(engine.tokenizer_path), config, ThreadClient(spec.open(engine)), max_waiting
         )
@@ -83,7 +83,7 @@ class AsyncLLM:
         overrides = overrides or BuildConfig()
         opened = open_engine(engine)
         config = apply_overrides(opened.config, overrides, engine)
-        spec = executor_spec(engine, config, overrides.threads, max_waiting, session)
+        spec = executor_spec(opened, config, overrides.threads, max_waiting, session)
         tokenizer = Tokenizer.from_dir(opened.tokenizer_path)
         # The tokenizer loads here while the weights load there.
         client, _ = await asyncio.gather(

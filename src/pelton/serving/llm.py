@@ -60,7 +60,7 @@ class LLM:
         )
         """Limits as they hold here."""
         spec = executor_spec(
-            engine.path, self.config, build.threads if threads is None else threads, 1 << 30, session
+            engine, self.config, build.threads if threads is None else threads, 1 << 30, session
         )
         self.tokenizer = Tokenizer.from_dir(engine.tokenizer_path)
         self._executor = spec.open(engine)

@@ -126,8 +126,14 @@ def run_server(launch: Launch, bound: socket.socket) -> int:
     logging.basicConfig(
         level=launch.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
+    signal.signal(signal.SIGTERM, _leave)  # while the model loads; ``_Server`` takes over
     with contextlib.closing(bound):
         return asyncio.run(_serve(launch, bound))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Leave in order, so that the executor and its folder go too."""
+    raise SystemExit(0)
 
 
 async def _serve(launch: Launch, bound: socket.socket) -> int:
