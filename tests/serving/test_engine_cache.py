@@ -143,6 +143,25 @@ def test_a_cache_folder_that_turned_read_only_is_the_same_sentence(
         resolve_model(checkpoint)
 
 
+def test_a_hub_id_is_asked_of_the_hub_each_time(
+    cache: Path, checkpoint: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    calls: list[dict[str, Any]] = []
+
+    def fetch(hub_id: str, **options: Any) -> str:
+        calls.append(options)
+        return str(checkpoint)
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    said: list[str] = []
+    engines = {resolve_model("someone/some-model", notify=said.append).engine for _ in range(2)}
+    assert (len(engines), len(builds), len(calls)) == (1, 1, 2)
+    # Cached files alone may be those of a download that was cut off.
+    assert not any(options.get("local_files_only") for options in calls)
+    assert said[0] == "fetching someone/some-model from the hub, or its cache"
+
+
 def test_names_are_told_apart(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "llama"

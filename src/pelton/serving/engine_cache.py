@@ -33,9 +33,6 @@ Kind = Literal["engine", "folder", "gguf", "hub"]
 #: Told what is going on while a model is being resolved ("building ...", "waiting ...").
 Notify = Callable[[str], None]
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-
 
 @dataclass(frozen=True)
 class ResolvedModel:
@@ -79,7 +76,9 @@ def classify(model: str | os.PathLike[str]) -> Kind:
         if path.name in ("config.json", "manifest.json") or path.suffix == ".safetensors":
             raise CheckpointError(f"{path} is one file of a model; give its folder {path.parent} instead.")
         raise CheckpointError(f"{path} is not a GGUF file (it does not begin with GGUF).")
-    if path.suffix not in (".gguf", ".engine") and _HUB_ID.match(os.fspath(model)):
+    from pelton.models.checkpoint.hub import looks_like_hub_id
+
+    if path.suffix not in (".gguf", ".engine") and looks_like_hub_id(os.fspath(model)):
         return "hub"
     raise CheckpointError(
         f"there is no {path}; give an engine directory, a Hugging Face folder, a GGUF file "
@@ -88,26 +87,14 @@ def classify(model: str | os.PathLike[str]) -> Kind:
 
 
 def download(hub_id: str, notify: Notify | None = None) -> Path:
-    """The local folder of a hub id, downloaded unless the hub's own cache has it."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise MissingDependencyError(
-            f"there is no folder {hub_id}, and to fetch it by hub id pip install 'pelton[hub]' is needed."
-        ) from None
-    with contextlib.suppress(Exception):
-        return Path(huggingface_hub.snapshot_download(hub_id, local_files_only=True))
+    """The local folder of a hub id, through the hub's own cache.
+
+    The hub is asked each time it can be reached: a download that was cut off looks complete from here."""
+    from pelton.models.checkpoint import hub
+
     if notify:
-        notify(f"downloading {hub_id}")
-    try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        reason = reason.removeprefix("Got: ").removesuffix(".")
-        raise CheckpointError(
-            f"there is no folder {hub_id} here, and the hub could not give it: {reason}; "
-            "check the name and the connection, or give a local folder or GGUF file."
-        ) from error
+        notify(f"fetching {hub_id} from the hub, or its cache")
+    return hub.download(hub_id)
 
 
 def fingerprint(checkpoint: Path) -> str:

@@ -46,7 +46,8 @@ def download(hub_id: str) -> Path:
             f"{hub_id} is neither a path here nor a model on the hub that you may read"
         ) from error
     except Exception as error:  # network and cache errors of several libraries
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{hub_id} is not a path here and could not be fetched from the hub: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{reason.removeprefix('Got: ')}; check the name and the connection, or give a local folder"
         ) from error

@@ -7,7 +7,7 @@ sampling values are checked where every front end's are, in ``runtime.validation
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -211,9 +211,6 @@ def _text(content: str | list[dict[str, Any]], where: str) -> str:
                 param=f"{where}[{i}]",
             )
     return "\n".join(texts)
-
-
-Endpoint = Literal["completions", "chat"]
 
 
 def refuse_unsupported(body: CompletionBody | ChatBody) -> None:
