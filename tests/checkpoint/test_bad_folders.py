@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pelton.engine.config import BuildConfig
 from pelton.errors import CheckpointError, MissingDependencyError
 from pelton.models.checkpoint import open_checkpoint
+from pelton.serving.engine_cache import cached_engine_path
 from tests.checkpoint.spoil import NORM, cut, edit, only, rewrite_header, weights_to_pickle
 
 #: what is done to a good folder -> what the error says
@@ -228,10 +230,16 @@ def test_a_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_id_opens_what_was_downloaded(good_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_opens_what_was_downloaded_under_its_name(
+    good_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: str(good_folder))
+    snapshot = tmp_path / "models--someone--some-model" / "snapshots" / "0123abc"
+    shutil.copytree(good_folder, snapshot)
+    monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: str(snapshot))
     assert open_checkpoint("someone/some-model").name == "some-model"
+    assert open_checkpoint(snapshot).name == "some-model"
+    assert cached_engine_path(snapshot, BuildConfig()).name.startswith("some-model-")
 
 
 # --- tokenizers -----------------------------------------------------------------------------------------

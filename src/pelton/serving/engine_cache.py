@@ -118,6 +118,7 @@ def fingerprint(checkpoint: Path) -> str:
 def cached_engine_path(checkpoint: Path, config: BuildConfig) -> Path:
     """Where the engine of this checkpoint and these settings is, or will be."""
     from pelton.engine.artifact import FORMAT_VERSION
+    from pelton.models.checkpoint.hub import folder_name
 
     # ``threads`` belongs to the session, not to the engine.
     settings = msgspec.json.encode(msgspec.structs.replace(config, threads=None), order="sorted")
@@ -125,7 +126,7 @@ def cached_engine_path(checkpoint: Path, config: BuildConfig) -> Path:
     for part in (fingerprint(checkpoint), pelton.__version__, str(FORMAT_VERSION), platform.machine()):
         key.update(part.encode() + b"\0")
     key.update(settings)
-    name = re.sub(r"[^\w.-]+", "-", checkpoint.resolve().name.removesuffix(".gguf"))
+    name = re.sub(r"[^\w.-]+", "-", folder_name(checkpoint).removesuffix(".gguf"))
     return cache_dir() / "engines" / f"{name}-{key.hexdigest()}.engine"
 
 

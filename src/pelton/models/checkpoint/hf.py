@@ -12,6 +12,7 @@ from pelton.errors import CheckpointError
 from pelton.ir.tensors import HostTensor
 from pelton.models.checkpoint.base import Checkpoint, TensorInfo
 from pelton.models.checkpoint.hf_tokenizer import HFTokenizer
+from pelton.models.checkpoint.hub import folder_name
 from pelton.models.checkpoint.json_file import read_json
 from pelton.models.checkpoint.safetensors_file import SafetensorsFile
 
@@ -22,9 +23,9 @@ _INDEX = "model.safetensors.index.json"
 class HFCheckpoint(Checkpoint):
     """A folder as ``save_pretrained`` writes it. Raises ``CheckpointError`` when it is not usable."""
 
-    def __init__(self, path: Path, name: str | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.name = name or path.resolve().name
+        self.name = folder_name(path)
         self.config = read_json(path / "config.json")
         self._check_config()
         generation = path / "generation_config.json"

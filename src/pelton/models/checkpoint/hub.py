@@ -51,3 +51,13 @@ def download(hub_id: str) -> Path:
             f"{hub_id} is not a path here and could not be fetched from the hub: "
             f"{reason.removeprefix('Got: ')}; check the name and the connection, or give a local folder"
         ) from error
+
+
+def folder_name(folder: Path) -> str:
+    """The model's name by its folder. In the hub's cache the folder is named after a commit and the
+    model after ``models--OWNER--NAME``."""
+    folder = folder.resolve()
+    cache = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and cache.startswith("models--"):
+        return cache.rpartition("--")[2]
+    return folder.name

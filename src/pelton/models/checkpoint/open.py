@@ -32,7 +32,7 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     if path.exists():
         raise CheckpointError(f"{path} is neither a file nor a folder")
     if looks_like_hub_id(text) and path.suffix not in (".gguf", ".safetensors", ".engine"):
-        return HFCheckpoint(download(text), name=text.rpartition("/")[2])
+        return HFCheckpoint(download(text))
     raise CheckpointError(
         f"{text!r} does not exist; give a Hugging Face folder, a .gguf file or a hub id such as "
         f"HuggingFaceTB/SmolLM2-135M-Instruct"
