@@ -47,7 +47,10 @@ REFUSED = [
     ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number of at least 1"),
     ({"max_tokens": -5}, "max_tokens is -5"),
     ({"max_tokens": 62}, "max_tokens is 62, but after a prompt of 3 tokens 61 fit into this engine's 64"),
-    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens is 5; it must be a whole number from 0 to 4"),
+    (
+        {"max_tokens": 4, "min_tokens": 5},
+        "min_tokens is 5; it must be a whole number from 0 to max_tokens, 4",
+    ),
     ({"min_tokens": -1}, "min_tokens is -1"),
     ({"stop": "word"}, "stop is 'word'; it must be a list of strings"),
     ({"stop": ("a",) * 17}, "stop has 17 strings; at most 16 are allowed"),
