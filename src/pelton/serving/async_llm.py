@@ -85,10 +85,19 @@ class AsyncLLM:
         config = apply_overrides(opened.config, overrides, engine)
         spec = executor_spec(opened, config, overrides.threads, max_waiting, session)
         tokenizer = Tokenizer.from_dir(opened.tokenizer_path)
-        # The tokenizer loads here while the weights load there.
-        client, _ = await asyncio.gather(
-            ProcessClient.start(spec), asyncio.to_thread(lambda: tokenizer.backend)
-        )
+        # The tokenizer loads here while the weights load there. (``gather`` would not wait for the
+        # process to end when this is cancelled.)
+        loaded = asyncio.ensure_future(asyncio.to_thread(lambda: tokenizer.backend))
+        try:
+            client = await ProcessClient.start(spec)
+        except BaseException:
+            loaded.cancel()
+            raise
+        try:
+            await loaded
+        except BaseException:
+            await client.close()
+            raise
         self = cls.__new__(cls)
         self._setup(tokenizer, config, client, max_waiting)
         return self

@@ -126,17 +126,18 @@ def run_server(launch: Launch, bound: socket.socket) -> int:
     logging.basicConfig(
         level=launch.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
-    signal.signal(signal.SIGTERM, _leave)  # while the model loads; ``_Server`` takes over
     with contextlib.closing(bound):
-        return asyncio.run(_serve(launch, bound))
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Leave in order, so that the executor and its folder go too."""
-    raise SystemExit(0)
+        try:
+            return asyncio.run(_serve(launch, bound))
+        except asyncio.CancelledError:
+            return 0  # SIGTERM while the model loaded
 
 
 async def _serve(launch: Launch, bound: socket.socket) -> int:
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+    # Until the server takes signals itself: what is loaded so far, the executor's process, goes too.
+    loop.add_signal_handler(signal.SIGTERM, this.cancel)
     llm = await AsyncLLM.start(
         launch.engine,
         overrides=launch.overrides,
@@ -168,6 +169,7 @@ async def _serve(launch: Launch, bound: socket.socket) -> int:
         # Port 0 has become a real one.
         port = bound.getsockname()[1]
         print(_greeting(llm, settings, launch.host, port), file=sys.stderr, flush=True)
+        loop.remove_signal_handler(signal.SIGTERM)
         await server.serve(sockets=[bound])
         return 130 if server.signal_received == signal.SIGINT else 0
     finally:
