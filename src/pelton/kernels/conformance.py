@@ -20,7 +20,7 @@ import torch
 
 from pelton.dtypes import is_dense
 from pelton.ir.block_encoder import quantize
-from pelton.ir.op import Op, Sample, all_ops
+from pelton.ir.op import Op, Sample
 from pelton.ir.tensors import HostTensor
 from pelton.kernels import native
 from pelton.kernels.layouts import LAYOUTS
@@ -266,15 +266,3 @@ def check(case: Case, team: native.Team) -> float:
     return max(
         (compare(got, want, tolerance_of(op, tactic, want), name) for got, want, name in pairs), default=0.0
     )
-
-
-def check_all(threads: Sequence[int] = (1, 2)) -> int:
-    """Every case of every op; the number of cases run."""
-    n = 0
-    for count in threads:
-        with native.Team(count) as team:
-            for op in all_ops().values():
-                for case in cases(op):
-                    check(case, team)
-                    n += 1
-    return n

@@ -256,19 +256,3 @@ class Team:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def run_kernel(
-    name: str,
-    inputs: Sequence[Array | NativeTensor | None],
-    outputs: Sequence[Array | NativeTensor],
-    attrs: Sequence[Attr] = (),
-    *,
-    workspace_bytes: int = 0,
-    threads: int = 1,
-    level: str | None = None,
-) -> None:
-    """Run one kernel on numpy arrays: inputs in the op's schema order (None: absent), then
-    outputs, and ``attrs`` the non-tensor arguments in schema order, defaults included."""
-    with Team(threads) as team:
-        team.run(name, inputs, outputs, attrs, workspace_bytes=workspace_bytes, level=level)
