@@ -70,11 +70,11 @@ def main() -> None:
             {
                 "after_import_torch": AFTER_IMPORT_TORCH,
                 "at_weights": at_stage["weights"],
-                "peak": report.memory.peak_build,
+                "peak": report.machine.peak_build,
                 "weights": report.memory.weights,
                 "max_error": report.quality.max_error if report.quality else None,
                 "runner": report.quality.runner if report.quality else None,
-                "seconds": report.seconds,
+                "seconds": report.machine.seconds,
             }
         )
     )

@@ -48,7 +48,8 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     )
     assert isinstance(report, BuildReport)
     engine = open_engine(tmp_path / "e", verify=True)
-    assert report.engine_bytes <= engine.nbytes
+    assert report.machine is not None
+    assert report.machine.engine_bytes == engine.nbytes + (engine.path / "manifest.json").stat().st_size
     assert report.num_parameters == engine.config.model.num_parameters
     assert report.memory.weights == engine.config.memory.weights == sum(report.stored.values())
     assert report.quality is not None
@@ -58,12 +59,24 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     assert sum(t.calls for t in report.tactics) == len(engine.plan.instructions)
     assert said[0].startswith("needs weights ")
     assert stages["weights"] == report.memory.weights
-    assert {"open", "trace", "plan", "tokenizer", "weights", "check"} == set(report.seconds)
+    assert {"open", "trace", "plan", "tokenizer", "weights", "check"} == set(report.machine.seconds)
     text = report.text()
     assert text.splitlines()[0].startswith("  checkpoint  tiny  68.")
     assert "fuse_qkv 2" in text
     assert "top-1 agreement 100.0%" in text
     assert engine.report()["checkpoint"] == "tiny"
+
+
+def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
+    """Nothing of the machine or the clock is stored: times, free memory, where the engine was put."""
+    for name in ("a", "b"):
+        build(RandomCheckpoint(TINY_LLAMA, quant="q8_0"), SMALL, output=tmp_path / name)
+    build(RandomCheckpoint(TINY_LLAMA, quant="q8_0"), SMALL, output=tmp_path / "b")  # replaced, which is told
+    files = {p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file()}
+    assert files == {p.relative_to(tmp_path / "b") for p in (tmp_path / "b").rglob("*") if p.is_file()}
+    assert Path("report.json") in files
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 
 
 def test_weights_are_safetensors_that_hold_the_checkpoints_values(tmp_path: Path) -> None:
@@ -125,7 +138,8 @@ def test_an_engine_is_replaced_and_said_so(tmp_path: Path) -> None:
     build(RandomCheckpoint(TINY_LLAMA), SMALL, output=output, check=False)
     before = open_engine(output).engine_id
     report = build(RandomCheckpoint(TINY_LLAMA, seed=1), SMALL, output=output, check=False)
-    assert "e existed and is replaced" in report.notes
+    assert report.machine is not None
+    assert report.machine.notes == ("e existed and is replaced",)
     assert open_engine(output, verify=True).engine_id != before
     assert leftovers(tmp_path) == ["e"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pelton.builder.budget import Budget, kv_bytes_per_token, plan_budget
+from pelton.builder.budget import kv_bytes_per_token, plan_budget
 from pelton.builder.check import check_engine
 from pelton.builder.clock import Clock, Progress
 from pelton.builder.compile import Compiled, compile_model
@@ -18,7 +18,7 @@ from pelton.builder.facts import model_config, model_recipes, quant_elements
 from pelton.builder.lower import arena_lower_bound
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
-from pelton.builder.report import BuildReport, MemoryReport, QualityReport, TacticReport
+from pelton.builder.report import BuildReport, MachineReport, MemoryReport, QualityReport, TacticReport
 from pelton.builder.weights import stored_bytes, write_weights
 from pelton.engine import native_runner
 from pelton.engine.artifact import FORMAT_VERSION, NATIVE_ABI, TARGET, FileEntry, Manifest, file_sha256
@@ -61,10 +61,10 @@ def build(
                 opened.write_tokenizer(folder / "tokenizer")
             engine_config = _engine_config(opened, compiled, folder / "tokenizer")
             budget = plan_budget(engine_config)
-            notes = [*compiled.notes, *budget.notes()]
+            here = budget.notes()
             if replaced:
-                notes.append(f"{output.name} existed and is replaced")
-            for sentence in (budget.text(), *notes):
+                here.append(f"{output.name} existed and is replaced")
+            for sentence in (budget.text(), *compiled.notes, *here):
                 say(sentence)
             check_space(folder, engine_config.memory.weights)
             with clock("weights"):
@@ -87,20 +87,33 @@ def build(
                 num_parameters=engine_config.model.num_parameters,
                 checkpoint_quants=quant_elements(opened),
                 checkpoint_bytes=sum(info.nbytes for info in opened.tensors.values()),
-                engine=output.name,
-                engine_bytes=_size(folder),
                 stored=stored_bytes(compiled.weights),
-                memory=_memory_report(budget, compiled, peak.peak),
+                memory=MemoryReport(
+                    weights=budget.memory.weights,
+                    work=budget.work,
+                    arena_lower_bound=arena_lower_bound(compiled.program, compiled.plan.dims),
+                ),
                 passes=compiled.passes,
                 tactics=_tactic_reports(compiled),
                 candidates=compiled.choice.candidates,
                 quality=quality,
-                notes=(*notes, *changes),
-                seconds=clock.seconds,
+                notes=(*compiled.notes, *changes),
             )
-            _write(folder / "report.json", report)
+            (folder / "report.json").write_bytes(report.stored_json())
             _write_manifest(folder, hashes)
-    return report
+            size = _size(folder)
+    machine = MachineReport(
+        engine=output.name,
+        engine_bytes=size,
+        kv=budget.kv_bytes,
+        kv_tokens=budget.kv_tokens,
+        free=budget.free,
+        longest_context=budget.longest_context,
+        peak_build=peak.peak,
+        notes=tuple(here),
+        seconds=clock.seconds,
+    )
+    return msgspec.structs.replace(report, machine=machine)
 
 
 def _engine_config(checkpoint: Checkpoint, compiled: Compiled, tokenizer: Path) -> EngineConfig:
@@ -130,19 +143,6 @@ def _check(folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: Eng
     native = native_runner.unavailable(compiled.plan) is None
     with Session(folder, kv_blocks=blocks, runner="native" if native else "reference") as session:
         return check_engine(session, reference, steps, exact=compiled.exact)
-
-
-def _memory_report(budget: Budget, compiled: Compiled, peak: int) -> MemoryReport:
-    return MemoryReport(
-        weights=budget.memory.weights,
-        kv=budget.kv_bytes,
-        kv_tokens=budget.kv_tokens,
-        work=budget.work,
-        arena_lower_bound=arena_lower_bound(compiled.program, compiled.plan.dims),
-        free=budget.free,
-        longest_context=budget.longest_context,
-        peak_build=peak,
-    )
 
 
 def _tactic_reports(compiled: Compiled) -> tuple[TacticReport, ...]:

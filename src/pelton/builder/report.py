@@ -15,6 +15,10 @@ class PassReport(msgspec.Struct, frozen=True, kw_only=True):
     changed: int
     skipped: dict[str, int] = {}
     """Reason -> how often."""
+    choice: str = "auto"
+    """What the user wanted: auto, force or off."""
+    diff: str = ""
+    """What it changed, as text; layers that change alike stand once."""
 
 
 class TacticReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +27,14 @@ class TacticReport(msgspec.Struct, frozen=True, kw_only=True):
     op: str
     tactic: str
     calls: int
+    max_tokens: int = 0
+    """The bucket: steps of at most so many tokens; 0: every step."""
+    reason: str = "default"
+    """Why this one: default (priority), timed, cache (timing cache) or user."""
+    microseconds: dict[str, float] = {}
+    """Measured time of one call by tactic, this one and those it was timed against."""
+    rejected: dict[str, str] = {}
+    """Tactics that support the call and were not taken without timing -> why."""
 
 
 class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,23 +56,37 @@ class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on the build machine."""
+    """Bytes the engine needs wherever it runs."""
 
     weights: int
-    kv: int
-    kv_tokens: int
     work: int
     """Arena and workspace of the largest step."""
     arena_lower_bound: int
     """Most bytes alive at once: no arena can be smaller."""
+
+
+class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What this build was like on its machine: told to the user, never stored, so that two builds of
+    the same thing are the same bytes."""
+
+    engine: str
+    """Name of the engine's directory."""
+    engine_bytes: int
+    kv: int
+    """Bytes of the KV cache that a session here would make."""
+    kv_tokens: int
     free: int
     longest_context: int
     peak_build: int
     """Peak anonymous memory of the building process, Python and torch included; 0: unknown."""
+    notes: tuple[str, ...] = ()
+    """What was said of this machine, such as memory that limits the KV cache."""
+    seconds: dict[str, float]
+    """By stage."""
 
 
-class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole of ``report.json``."""
+class BuildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a build did. Without ``machine`` it is the whole of ``report.json``."""
 
     checkpoint: str
     architecture: str
@@ -68,8 +94,6 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_quants: dict[str, int]
     """Values of each type in the checkpoint."""
     checkpoint_bytes: int
-    engine: str
-    engine_bytes: int
     stored: dict[str, int]
     """Bytes of the engine's weights by type."""
     memory: MemoryReport
@@ -80,8 +104,7 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
     """None: the check was switched off."""
     notes: tuple[str, ...]
     """Automatic choices and everything that was changed, one sentence each."""
-    seconds: dict[str, float]
-    """By stage."""
+    machine: MachineReport | None = None
 
     def text(self) -> str:
         """The report as the command line prints it."""
@@ -93,14 +116,18 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
             ("quality", self._quality()),
         ]
         lines = [f"  {name:<11} {text}" for name, text in rows if text]
-        lines += [f"  note        {note}" for note in self.notes]
-        lines.append(f"  {self.engine}  {human_bytes(self.engine_bytes)} in {self.total_seconds:.1f} s")
+        machine = self.machine
+        notes = self.notes + (machine.notes if machine else ())
+        lines += [f"  note        {note}" for note in notes]
+        if machine:
+            size = human_bytes(machine.engine_bytes)
+            lines.append(f"  {machine.engine}  {size} in {sum(machine.seconds.values()):.1f} s")
         return "\n".join(lines)
 
-    @property
-    def total_seconds(self) -> float:
-        """Wall time of the build."""
-        return sum(self.seconds.values())
+    def stored_json(self) -> bytes:
+        """``report.json``: everything but the machine."""
+        kept = msgspec.structs.replace(self, machine=None)
+        return msgspec.json.format(msgspec.json.encode(kept), indent=1)
 
     def _checkpoint(self) -> str:
         total = max(1, sum(self.checkpoint_quants.values()))
@@ -115,12 +142,14 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _memory(self) -> str:
-        m = self.memory
-        text = (
-            f"weights {human_bytes(m.weights)}  KV {human_bytes(m.kv)} ({m.kv_tokens} tokens)  "
-            f"work {human_bytes(m.work)}  of {human_bytes(m.free)} free"
-        )
-        return text + (f"     peak host {human_bytes(m.peak_build)}" if m.peak_build else "")
+        text, here = f"weights {human_bytes(self.memory.weights)}", self.machine
+        if here:
+            text += f"  KV {human_bytes(here.kv)} ({here.kv_tokens} tokens)"
+        text += f"  work {human_bytes(self.memory.work)}"
+        if here:
+            text += f"  of {human_bytes(here.free)} free"
+            text += f"     peak host {human_bytes(here.peak_build)}" if here.peak_build else ""
+        return text
 
     def _passes(self) -> str:
         parts = []
