@@ -59,7 +59,7 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     assert sum(t.calls for t in report.tactics) == len(engine.plan.instructions)
     assert said[0].startswith("needs weights ")
     assert stages["weights"] == report.memory.weights
-    assert {"open", "trace", "plan", "tokenizer", "weights", "check"} == set(report.machine.seconds)
+    assert {"open", "passes", "trace", "plan", "tokenizer", "weights", "check"} == set(report.machine.seconds)
     text = report.text()
     assert text.splitlines()[0].startswith("  checkpoint  tiny  68.")
     assert "fuse_qkv 2" in text
@@ -269,3 +269,13 @@ def test_a_vision_tower_and_a_copy_of_the_tied_head_are_left_out(tmp_path: Path)
     assert report.quality.max_error < 1e-5
     assert any("language_model.lm_head.weight differs from" in note for note in report.notes)
     assert any(note.startswith("left out 1 tensor (vision_tower.") for note in report.notes)
+
+
+def test_a_pass_can_be_switched_off(tmp_path: Path) -> None:
+    shown: list[str] = []
+    config = BuildConfig(block_size=8, max_batch_size=2, max_num_tokens=16, passes={"fuse_qkv": "off"})
+    report = build(RandomCheckpoint(TINY_LLAMA), config, output=tmp_path / "e", explain=shown.append)
+    assert {p.name: p.note for p in report.passes}["fuse_qkv"] == "switched off"
+    assert "fuse_qkv off" in report.text()
+    assert not any("qkv_proj" in b.name for b in open_engine(tmp_path / "e").plan.buffers)
+    assert [text.split("\n")[0] for text in shown] == [p.name for p in report.passes if p.changed]

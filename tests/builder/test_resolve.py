@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def test_defaults_of_a_bfloat16_checkpoint() -> None:
         "activations": "float32",
         "kv_dtype": "float16",
         "threads": 0,
+        "passes": {},
     }
     assert notes == ""
 
@@ -93,3 +95,22 @@ def test_automatic_choices_and_what_is_said(
 def test_contradictions_are_refused_with_the_way_out(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(BuildConfig(**config), facts())
+
+
+def test_passes_are_kept_in_their_order_without_the_automatic_ones() -> None:
+    config, _ = resolve(
+        BuildConfig(passes={"dead_code": "off", "add_rms_norm": "auto", "fuse_qkv": "force"}), facts()
+    )
+    assert list((config.passes or {}).items()) == [("fuse_qkv", "force"), ("dead_code", "off")]
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ({"fuse_qvk": "off"}, "unknown pass 'fuse_qvk'; did you mean fuse_qkv?"),
+        ({"fuse_qkv": "of"}, "unknown mode of the pass fuse_qkv 'of'; did you mean off?"),
+    ],
+)
+def test_unknown_passes_and_modes_are_refused(passes: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(BuildConfig(passes=passes), facts())

@@ -47,6 +47,7 @@ BAD: list[tuple[str, Args, int, str]] = [
     ("n", lambda e, t: ["run", e, "x", "--n", 0], 2, "n is 0"),
     ("max-tokens", lambda e, t: ["run", e, "x", "--max-tokens", 9999], 2, "max_tokens is 9999"),
     ("bias form", lambda e, t: ["run", e, "x", "--logit-bias", "7"], 2, "is not TOKEN_ID:BIAS"),
+    ("pass form", lambda e, t: ["build", "x", "--pass", "fuse_qkv"], 2, "is not NAME=VALUE"),
     ("bias id", lambda e, t: ["run", e, "x", "--logit-bias", "70000:1"], 2, "logit_bias contains 70000"),
     ("stop id", lambda e, t: ["run", e, "x", "--stop-token-ids", -1], 2, "stop_token_ids contains -1"),
     ("empty stop", lambda e, t: ["run", e, "x", "--stop", ""], 2, "stop contains"),

@@ -14,7 +14,7 @@ import transformers as hf
 from pelton.builder.trace import trace
 from pelton.errors import CheckpointError
 from pelton.models.registry import ARCHITECTURES, create_model
-from pelton.passes import GRAPH_PASSES, PassContext, run_graph_passes
+from pelton.passes import PASSES, PassContext, run_graph_passes
 from tests.ir.graph_forward import graph_forward
 from tests.models import zoo
 from tests.models.oracle import check_against_hf, hf_config_dict, load_ours, make_hf, relative_error
@@ -53,7 +53,7 @@ def test_the_pages_model_comes_from_an_entry_point_and_equals_transformers(
             create_model(hf_config_dict(stablelm, qk_layernorm=True), max_seq_len=64)
         model = load_ours(stablelm)
         graph = trace(model, max_seq_len=64, block_size=4)
-        run_graph_passes(GRAPH_PASSES, graph, PassContext(quant_of=lambda _: "float32"))
+        run_graph_passes(PASSES, graph, PassContext(quant_of=lambda _: "float32"))
         arguments = PagedRunner(model).arguments([(0, [1, 2, 3])], rows=[2])
         with torch.no_grad():
             assert relative_error(graph_forward(graph, model)(*arguments), model(*arguments)) < 1e-6

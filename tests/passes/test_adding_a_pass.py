@@ -47,7 +47,7 @@ def test_the_pages_pass_folds_reports_and_explains() -> None:
     for reuse in (False, True):
         model = Scaled(reuse)
         graph, texts = trace(model, max_seq_len=64), []
-        (report,) = run_graph_passes((page["run"],), graph, context, explain=texts.append)
+        (report,) = run_graph_passes((page["PASS"],), graph, context, explain=texts.append)
         arguments = (int32([3, 1, 2]), int32([0, 1, 2]), [], [], [], int32([2]))
         torch.testing.assert_close(graph_forward(graph, model)(*arguments), model(*arguments))
         if reuse:

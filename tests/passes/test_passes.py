@@ -16,8 +16,8 @@ from pelton.ir.graph import Graph, op_name
 from pelton.ir.recipe import Concat, Recipe, Source
 from pelton.ir.verifier import effects, verify
 from pelton.passes import (
-    GRAPH_PASSES,
-    MODEL_PASSES,
+    PASSES,
+    Pass,
     PassContext,
     PassReport,
     add_rms_norm,
@@ -29,13 +29,16 @@ from pelton.passes import (
     run_graph_passes,
     run_model_passes,
 )
-from pelton.passes.base import ModelPass
 from tests.ir.graph_forward import graph_forward
 from tests.models import zoo
 from tests.models.oracle import hf_config_dict, load_ours, read_from, relative_error, texts
 from tests.models.paged import PagedRunner, run_packed
 
 FLOAT32 = PassContext(quant_of=lambda _: "float32")
+
+
+def as_pass(run: Callable[..., PassReport], **fields: Any) -> Pass:
+    return Pass(**{"name": run.__name__, "kind": "graph", "run": run, "rewrite": "", "bound": "", **fields})
 
 
 def logits(model: nn.CausalLM, graph: Graph | None = None) -> torch.Tensor:
@@ -57,7 +60,7 @@ def test_graph_passes_keep_logits_bit_for_bit(architecture: str) -> None:
     want = logits(model)
     graph = trace(model, max_seq_len=64, block_size=4)
     writes = effects(graph)
-    run_graph_passes(GRAPH_PASSES, graph, FLOAT32)
+    run_graph_passes(PASSES, graph, FLOAT32)
     assert effects(graph) == writes
     assert torch.equal(logits(model, graph), want)
 
@@ -68,7 +71,7 @@ def test_model_passes_keep_logits_and_read_the_same_checkpoint(architecture: str
     hf = zoo.ZOO[architecture]()
     plain, fused = load_ours(hf), create(hf)
     sources = sorted(s for r in nn.collect_recipes(fused).values() for s in r.sources())
-    run_model_passes(MODEL_PASSES, fused, FLOAT32)
+    run_model_passes(PASSES, fused, FLOAT32)
     assert sorted(s for r in nn.collect_recipes(fused).values() for s in r.sources()) == sources
     nn.load_weights(fused, read_from(hf.state_dict()))
     assert relative_error(logits(fused), logits(plain)) < 1e-6
@@ -87,9 +90,9 @@ def llama_graph() -> Graph:
 
 def test_what_is_left_of_a_llama_layer() -> None:
     model = create(zoo.llama(num_hidden_layers=1))
-    model_reports = by_name(run_model_passes(MODEL_PASSES, model, FLOAT32))
+    model_reports = by_name(run_model_passes(PASSES, model, FLOAT32))
     graph = trace(model, max_seq_len=64, block_size=4)
-    reports = by_name(run_graph_passes(GRAPH_PASSES, graph, FLOAT32))
+    reports = by_name(run_graph_passes(PASSES, graph, FLOAT32))
     assert [(r.matched, r.changed) for r in model_reports.values()] == [(1, 1), (1, 1)]
     assert [op for op in ops(graph) if "aten" not in op and op != "getitem"] == [
         "embedding",
@@ -113,10 +116,10 @@ def test_what_is_left_of_a_llama_layer() -> None:
 
 def test_fused_q_k_and_v_are_views_of_one_tensor() -> None:
     model = create(zoo.llama())
-    run_model_passes(MODEL_PASSES, model, FLOAT32)
+    run_model_passes(PASSES, model, FLOAT32)
     assert isinstance(nn.collect_recipes(model)["model.layers.0.self_attn.qkv_proj.weight"], Concat)
     graph = trace(model, max_seq_len=64, block_size=4)
-    run_graph_passes(GRAPH_PASSES, graph, FLOAT32)
+    run_graph_passes(PASSES, graph, FLOAT32)
     fused = next(n for n in graph.calls if op_name(n) == "rope_kv_write")
     q, k, v = (graph.type_of(n) for n in fused.args[:3])  # type: ignore[arg-type]
     assert (q.shape, k.shape, v.shape) == (("T", 4, 8), ("T", 2, 8), ("T", 2, 8))
@@ -131,7 +134,9 @@ def test_fused_q_k_and_v_are_views_of_one_tensor() -> None:
         (fuse_gate_mlp.run, "up_proj", "mlp", "weight types differ: gate_proj q4_k, up_proj q6_k"),
     ],
 )
-def test_projections_of_different_types_stay_apart(run: ModelPass, odd: str, where: str, why: str) -> None:
+def test_projections_of_different_types_stay_apart(
+    run: Callable[..., PassReport], odd: str, where: str, why: str
+) -> None:
     def quant_of(recipe: Recipe) -> str:
         return "q6_k" if recipe == Source(f"model.layers.1.{where}.{odd}.weight") else "q4_k"
 
@@ -275,7 +280,7 @@ def test_a_pass_that_loses_a_kv_write_is_caught(llama_graph: Graph) -> None:
         return PassReport(name="careless", matched=1, changed=1)
 
     with pytest.raises(BuildError, match="the pass careless changed the order or number of KV writes"):
-        run_graph_passes((careless,), llama_graph, FLOAT32)
+        run_graph_passes((as_pass(careless),), llama_graph, FLOAT32)
 
 
 def test_a_pass_that_breaks_a_shape_is_caught(llama_graph: Graph) -> None:
@@ -286,12 +291,12 @@ def test_a_pass_that_breaks_a_shape_is_caught(llama_graph: Graph) -> None:
 
     message = r"graph node linear \(linear, in model\.layers\.0\.self_attn\.q_proj\) is recorded as .*'T', 32"
     with pytest.raises(BuildError, match=message):
-        run_graph_passes((careless,), llama_graph, FLOAT32)
+        run_graph_passes((as_pass(careless),), llama_graph, FLOAT32)
 
 
 def test_explain_shows_what_each_pass_changed(llama_graph: Graph) -> None:
     shown: list[str] = []
-    run_graph_passes(GRAPH_PASSES, llama_graph, FLOAT32, explain=shown.append)
+    run_graph_passes(PASSES, llama_graph, FLOAT32, explain=shown.append)
     assert [text.split("\n")[0] for text in shown] == [
         "early_take_rows",
         "add_rms_norm",

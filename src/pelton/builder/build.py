@@ -37,11 +37,13 @@ def build(
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
     check: bool = True,
+    explain: Callable[[str], None] | None = None,
 ) -> BuildReport:
     """Build the engine of ``checkpoint`` (a Hugging Face folder or GGUF file) in ``output``.
 
     ``notify`` gets the memory budget and every automatic choice, a sentence each, before weights are
-    read. ``check=False`` leaves out the comparison with the reference model. An engine at ``output``
+    read. ``explain`` gets what each pass changed, as text. ``check=False`` leaves out the comparison with
+    the reference model. An engine at ``output``
     is replaced; anything else there is refused.
 
     Raises ``CheckpointError``, ``ConfigError`` (a setting, or not enough memory) or ``BuildError``
@@ -54,7 +56,7 @@ def build(
     with PeakMemory() as peak:
         with clock("open"):
             opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-            compiled = compile_model(opened, config or BuildConfig(), clock)
+            compiled = compile_model(opened, config or BuildConfig(), clock, explain)
         with engine_directory(output) as folder:
             with clock("tokenizer"):
                 (folder / "tokenizer").mkdir()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +21,19 @@ from pelton.builder.facts import (
 from pelton.builder.lower import lower
 from pelton.builder.report import PassReport
 from pelton.builder.resolve import resolve
-from pelton.builder.tactics import Choice, choose
+from pelton.builder.tactics import Choice, choose, supporting
 from pelton.builder.trace import trace
 from pelton.builder.weights import WeightSpec, is_rounded, stored_quant
 from pelton.engine.config import BuildConfig
 from pelton.engine.plan import Plan
-from pelton.ir.evaluate import TensorLike, infer_quant
+from pelton.ir.evaluate import TensorLike, evaluate, infer_quant
 from pelton.ir.graph import Graph
+from pelton.ir.printer import condense
 from pelton.ir.recipe import Recipe
 from pelton.kernels.tactic import all_tactics
 from pelton.models.checkpoint import Checkpoint, check_tensors
 from pelton.models.registry import architecture_of, create_model
-from pelton.passes import GRAPH_PASSES, MODEL_PASSES, PassContext, run_graph_passes, run_model_passes
+from pelton.passes import PASSES, PassContext, run_graph_passes, run_model_passes
 from pelton.passes import PassReport as PassOutcome
 
 
@@ -62,8 +63,12 @@ class Compiled:
         return not self.rounded and not (blocks and self.config.activations != "float32")
 
 
-def compile_model(checkpoint: Checkpoint, wanted: BuildConfig, clock: Clock) -> Compiled:
+def compile_model(
+    checkpoint: Checkpoint, wanted: BuildConfig, clock: Clock, explain: Callable[[str], None] | None = None
+) -> Compiled:
     """Resolve ``wanted``, make the model, run passes, trace, choose tactics, plan memory.
+
+    ``explain`` gets what each pass changed, as text.
 
     Raises ``ConfigError``, ``CheckpointError`` or ``BuildError``.
     """
@@ -82,20 +87,32 @@ def compile_model(checkpoint: Checkpoint, wanted: BuildConfig, clock: Clock) -> 
     notes += [f"{info.name}: {info.note}" for info in checkpoint.tensors.values() if info.note]
     notes += [f"config.json: {key} is not known and has no effect" for key in model.ignored_options]
     infos = readable(checkpoint)
+    tactics = all_tactics()
     context = PassContext(
-        quant_of=lambda recipe: infer_quant(resolve_sources(recipe, checkpoint.source), infos)
+        quant_of=lambda recipe: infer_quant(resolve_sources(recipe, checkpoint.source), infos),
+        read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
+        activations=config.activations,
+        has_tactic=lambda spec: bool(supporting(spec, tactics)),
+        modes=config.passes or {},
     )
-    outcomes = run_model_passes(MODEL_PASSES, model, context)
+    with clock("passes"):
+        outcomes = run_model_passes(PASSES, model, context, explain)
     with clock("trace"):
         graph = trace(
             model, max_seq_len=config.max_seq_len, block_size=config.block_size, kv_dtype=config.kv_dtype
         )
     with clock("plan"):
-        outcomes += run_graph_passes(GRAPH_PASSES, graph, context)
+        recipes, dtype = model_recipes(model, checkpoint.source), config.dtype
+        ranks = {name: model.get_parameter(name).dim() for name in recipes}
+        context = replace(
+            context,
+            stored_quant=lambda name: stored_quant(infer_quant(recipes[name], infos), ranks[name], dtype),
+        )
+        outcomes += run_graph_passes(PASSES, graph, context, explain)
         program = extract(graph)
-        sources = _sources(graph, program, model_recipes(model, checkpoint.source))
+        sources = _sources(graph, program, recipes)
         quants = {root: _quant(root, source, infos, config.dtype) for root, source in sources.items()}
-        choice = choose(program.calls, quants, all_tactics(), config.activations)
+        choice = choose(program.calls, quants, tactics, config.activations)
         dims = {"T": config.max_num_tokens, "B": config.max_batch_size, "N": config.max_num_tokens}
         plan = lower(program, choice, quants, dims)
     return Compiled(
@@ -106,7 +123,7 @@ def compile_model(checkpoint: Checkpoint, wanted: BuildConfig, clock: Clock) -> 
         program=program,
         choice=choice,
         weights=tuple(_specs(plan, sources)),
-        passes=tuple(_pass_report(o) for o in outcomes),
+        passes=tuple(_pass_report(o, context.modes.get(o.name, "auto")) for o in outcomes),
         notes=tuple(notes),
         rounded=any(
             is_rounded(infer_quant(source, infos), quants[root])
@@ -157,8 +174,16 @@ def _specs(plan: Plan, sources: Mapping[Root, Source]) -> list[WeightSpec]:
     return specs
 
 
-def _pass_report(outcome: PassOutcome) -> PassReport:
+def _pass_report(outcome: PassOutcome, choice: str) -> PassReport:
     skipped: dict[str, int] = {}
     for _, why in outcome.skipped:
         skipped[why] = skipped.get(why, 0) + 1
-    return PassReport(name=outcome.name, matched=outcome.matched, changed=outcome.changed, skipped=skipped)
+    return PassReport(
+        name=outcome.name,
+        matched=outcome.matched,
+        changed=outcome.changed,
+        skipped=skipped,
+        choice=choice,
+        note=outcome.note,
+        diff=condense(outcome.diff),
+    )

@@ -17,8 +17,10 @@ class PassReport(msgspec.Struct, frozen=True, kw_only=True):
     """Reason -> how often."""
     choice: str = "auto"
     """What the user wanted: auto, force or off."""
+    note: str = ""
+    """Why the pass did not run at all; empty when it ran."""
     diff: str = ""
-    """What it changed, as text; layers that change alike stand once."""
+    """What it changed in the graph or in the weights' recipes; layers that change alike stand once."""
 
 
 class TacticReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +158,8 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         for p in self.passes:
             if p.changed:
                 parts.append(f"{p.name} {p.changed}")
+            if p.choice == "off":
+                parts.append(f"{p.name} off")
             parts.extend(f"{p.name} skipped {n}: {why}" for why, n in p.skipped.items())
         return "  ".join(parts) or "none applied"
 

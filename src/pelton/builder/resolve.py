@@ -4,6 +4,7 @@ refuses contradictions with the way out."""
 from __future__ import annotations
 
 import difflib
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from pelton.dtypes import is_dense
 from pelton.engine.config import BuildConfig
 from pelton.engine.resources import cores
 from pelton.errors import ConfigError
+from pelton.passes import PASSES, Mode
 
 MAX_BATCH_SIZE = 8
 MAX_SEQ_LEN = 8192
@@ -60,6 +62,7 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     _resolve_tokens(values, notes)
     _resolve_types(values, facts, notes)
     _resolve_threads(values, notes)
+    _resolve_passes(values)
     return BuildConfig(**values), notes
 
 
@@ -139,6 +142,19 @@ def _resolve_threads(values: dict[str, Any], notes: list[str]) -> None:
         raise ConfigError(f"threads must be 0 (all cores) or more, not {threads}")
     elif threads > available:
         notes.append(f"{threads} threads on the {available} cores here run slower than {available}")
+
+
+def _resolve_passes(values: dict[str, Any]) -> None:
+    """Leaves what is not auto, in the passes' order."""
+    wanted: dict[str, str] = values["passes"] or {}
+    known = {p.name: p for p in PASSES}
+    for name, mode in wanted.items():
+        _choice("pass", name, tuple(known))
+        _choice(f"mode of the pass {name}", mode, typing.get_args(Mode))
+    for name, p in known.items():
+        if p.undoes and wanted.get(name) == wanted.get(p.undoes) == "force":
+            raise ConfigError(f"passes {name} and {p.undoes} undo each other; force one of them")
+    values["passes"] = {name: wanted[name] for name in known if wanted.get(name, "auto") != "auto"}
 
 
 def _positive(name: str, value: int | None) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pelton.builder.calls import Call, Root, Value
-from pelton.dtypes import is_dense
 from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec
 
 ROWS = "rows"
@@ -33,19 +32,19 @@ def choose(
 ) -> Choice:
     """``quants``: stored value type of each weight and constant."""
     specs = tuple(node_spec(call, quants, activations) for call in calls)
-    supporting = [
-        sorted(
-            (t for t in tactics.values() if t.op == call.op.name and t.device == "cpu" and t.supports(spec)),
-            key=lambda t: (-t.priority, t.name),
-        )
-        for call, spec in zip(calls, specs, strict=True)
-    ]
-    layouts = _choose_layouts(calls, quants, supporting)
+    candidates = [supporting(spec, tactics) for spec in specs]
+    layouts = _choose_layouts(calls, quants, candidates)
     chosen = [
         next((t for t in options if _fits(call, t, layouts)), None)
-        for call, options in zip(calls, supporting, strict=True)
+        for call, options in zip(calls, candidates, strict=True)
     ]
-    return Choice(tactics=tuple(chosen), specs=specs, layouts=layouts, candidates=sum(map(len, supporting)))
+    return Choice(tactics=tuple(chosen), specs=specs, layouts=layouts, candidates=sum(map(len, candidates)))
+
+
+def supporting(spec: NodeSpec, tactics: Mapping[str, Tactic]) -> list[Tactic]:
+    """The tactics that can run such a call, best first."""
+    found = (t for t in tactics.values() if t.op == spec.op and t.device == "cpu" and t.supports(spec))
+    return sorted(found, key=lambda t: (-t.priority, t.name))
 
 
 def node_spec(call: Call, quants: Mapping[Root, str], activations: str) -> NodeSpec:
@@ -57,17 +56,17 @@ def node_spec(call: Call, quants: Mapping[Root, str], activations: str) -> NodeS
         quant = quants.get(value.root)
         if quant is None:
             return TensorSpec(dtype=value.root.dtype, shape=value.shape)
-        return TensorSpec(dtype=quant if is_dense(quant) else "uint8", shape=value.shape, quant=quant)
+        return TensorSpec.of_weight(quant, value.shape)
 
     inputs = tuple(spec(value) for value in call.inputs)
     return NodeSpec(op=call.op.name, inputs=inputs, attrs=call.attrs, activations=activations)
 
 
 def _choose_layouts(
-    calls: Sequence[Call], quants: Mapping[Root, str], supporting: Sequence[Sequence[Tactic]]
+    calls: Sequence[Call], quants: Mapping[Root, str], candidates: Sequence[Sequence[Tactic]]
 ) -> dict[Root, str]:
     scores: dict[Root, dict[str, int] | None] = dict.fromkeys(quants)
-    for call, options in zip(calls, supporting, strict=True):
+    for call, options in zip(calls, candidates, strict=True):
         for index, value in enumerate(call.inputs):
             if value is None or value.root not in quants or not options:
                 continue

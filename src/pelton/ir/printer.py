@@ -1,13 +1,16 @@
-"""A graph as text, and the difference of two."""
+"""A graph or a recipe as text, and the difference of two texts."""
 
 from __future__ import annotations
 
 import difflib
+import re
+from dataclasses import fields
 from typing import Any
 
 from torch import fx
 
 from pelton.ir.graph import Graph, input_key, op_name
+from pelton.ir.recipe import Recipe, Source
 
 
 def to_text(graph: Graph) -> str:
@@ -22,10 +25,32 @@ def to_text(graph: Graph) -> str:
     return "\n".join(lines) + "\n"
 
 
+def recipe_text(recipe: Recipe) -> str:
+    """Such as ``Concat(a.weight, Rows(b.weight, 0, 64))``: sources by their names."""
+    if isinstance(recipe, Source):
+        return recipe.name
+    values = [getattr(recipe, field.name) for field in fields(recipe)]  # type: ignore[arg-type]
+    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    shown = ", ".join(recipe_text(part) if isinstance(part, Recipe) else str(part) for part in parts)
+    return f"{type(recipe).__name__}({shown})"
+
+
 def diff(before: str, after: str) -> str:
     """Unified difference of two texts, without context lines' file headers."""
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=1, lineterm="")
     return "\n".join(list(lines)[2:])
+
+
+def condense(changes: str) -> str:
+    """A ``diff`` in which hunks that differ in numbers alone (as those of equal layers) stand once."""
+    first: dict[str, str] = {}
+    count: dict[str, int] = {}
+    for hunk in re.split(r"^(?=@@)", changes, flags=re.MULTILINE):
+        alike = re.sub(r"_?\d+", "", hunk.strip())
+        first.setdefault(alike, hunk.rstrip())
+        count[alike] = count.get(alike, 0) + 1
+    shown = [hunk + (f"\n(and {count[a] - 1} like it)" if count[a] > 1 else "") for a, hunk in first.items()]
+    return "\n".join(text for text in shown if text)
 
 
 def _argument(graph: Graph, value: Any) -> str:

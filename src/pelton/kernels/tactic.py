@@ -12,6 +12,8 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pelton.dtypes import is_dense
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
@@ -21,6 +23,11 @@ class TensorSpec:
     shape: tuple[int | str, ...]
     quant: str = ""
     """For weights: the value type."""
+
+    @staticmethod
+    def of_weight(quant: str, shape: tuple[int | str, ...]) -> TensorSpec:
+        """A weight or constant that is stored as ``quant``."""
+        return TensorSpec(dtype=quant if is_dense(quant) else "uint8", shape=shape, quant=quant)
 
 
 @dataclass(frozen=True, kw_only=True)

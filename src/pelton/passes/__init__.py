@@ -1,30 +1,18 @@
-"""Rewrites of a model on its way to a plan: one file per pass, run in the order of the lists here."""
+"""Rewrites of a model on its way to a plan: one file per pass, run in the order of ``PASSES``."""
 
 from pelton.passes import add_rms_norm, dead_code, early_take_rows, fuse_gate_mlp, fuse_qkv, rope_kv_write
-from pelton.passes.base import (
-    GraphPass,
-    ModelPass,
-    PassContext,
-    PassReport,
-    run_graph_passes,
-    run_model_passes,
-)
+from pelton.passes.base import Mode, Pass, PassContext, PassReport
+from pelton.passes.run import run_graph_passes, run_model_passes
 
-MODEL_PASSES: tuple[ModelPass, ...] = (fuse_qkv.run, fuse_gate_mlp.run)
-GRAPH_PASSES: tuple[GraphPass, ...] = (
-    early_take_rows.run,
-    add_rms_norm.run,
-    rope_kv_write.run,
-    dead_code.run,
+PASSES: tuple[Pass, ...] = (
+    fuse_qkv.PASS,
+    fuse_gate_mlp.PASS,
+    # From here on over the traced graph.
+    early_take_rows.PASS,
+    add_rms_norm.PASS,
+    rope_kv_write.PASS,
+    dead_code.PASS,
 )
+"""Every pass in order: model passes, then graph passes."""
 
-__all__ = [
-    "GRAPH_PASSES",
-    "MODEL_PASSES",
-    "GraphPass",
-    "ModelPass",
-    "PassContext",
-    "PassReport",
-    "run_graph_passes",
-    "run_model_passes",
-]
+__all__ = ["PASSES", "Mode", "Pass", "PassContext", "PassReport", "run_graph_passes", "run_model_passes"]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from pelton.ir.graph import Graph, op_name
-from pelton.passes.base import PassContext, PassReport
+from pelton.passes.base import Pass, PassContext, PassReport
 
 NAME = "add_rms_norm"
 
@@ -49,3 +49,13 @@ def run(graph: Graph, context: PassContext) -> PassReport:
 
 def _is_fused_sum(node: fx.Node) -> bool:
     return op_name(node) == "getitem" and op_name(node.args[0]) == NAME and node.args[1] == 1  # type: ignore[arg-type]
+
+
+PASS = Pass(
+    name=NAME,
+    kind="graph",
+    run=run,
+    rewrite="s = x + y; rms_norm(s) -> add_rms_norm(x, y) -> (norm, s)",
+    bound="bit for bit",
+    needs=("early_take_rows",),
+)

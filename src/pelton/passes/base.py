@@ -1,15 +1,30 @@
-"""What passes share: their context, their report, and the two runners."""
+"""What a pass is: its description, what it may know, what it reports. Running them: ``passes/run.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Mapping as Dict
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from pelton import nn
+from torch import fx
+
 from pelton.ir.graph import Graph
-from pelton.ir.printer import diff, to_text
+from pelton.ir.op import get_op
 from pelton.ir.recipe import Recipe
-from pelton.ir.verifier import check_same_effects, effects, verify
+from pelton.ir.tensors import HostTensor
+from pelton.kernels.tactic import NodeSpec, TensorSpec
+from pelton.mapping import Mapping
+
+Mode = Literal["auto", "force", "off"]
+Kind = Literal["model", "graph"]
+
+
+ALONE = Mapping()
+
+
+def _no_values(recipe: Recipe) -> HostTensor:
+    raise AssertionError("this context has no checkpoint to read")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +33,48 @@ class PassContext:
 
     quant_of: Callable[[Recipe], str]
     """Value type (dense dtype or block type) of what a recipe gives, as the checkpoint stores it."""
+    read: Callable[[Recipe], HostTensor] = _no_values
+    """Evaluates a recipe now. Read only what must be known, in pieces (``Rows``): memory is bounded."""
+    stored_quant: Callable[[str], str] = lambda name: "float32"
+    """Value type in which the engine stores the weight of that name (graph passes)."""
+    activations: str = "float32"
+    """Input precision of block-quantised products: float32 or int8."""
+    mapping: Mapping = ALONE
+    """The rank that is built for."""
+    has_tactic: Callable[[NodeSpec], bool] = lambda spec: True
+    """Whether the target has a kernel for a call; ask through ``supports``."""
+    modes: Dict[str, Mode] = field(default_factory=dict)
+    """The user's choice by pass; absent: auto."""
+    fast: bool = False
+    """A fast build: only passes that are marked so, and those that are forced."""
+
+    def forced(self, name: str) -> bool:
+        """Whether the user forces the pass ``name``: then it also does what is exact but not faster."""
+        return self.modes.get(name) == "force"
+
+    def supports(self, graph: Graph, op: str, args: tuple[Any, ...]) -> bool:
+        """Whether the target has a kernel for the Pelton op called with ``args`` (nodes, numbers, None,
+        in the schema's order). Nothing is fused into an op that only the reference could run."""
+        parameters = get_op(op).torch_op._schema.arguments
+        given = [*args, *(p.default_value for p in parameters[len(args) :])]
+        inputs: list[TensorSpec | None] = []
+        attrs: dict[str, Any] = {}
+        for parameter, value in zip(parameters, given, strict=True):
+            if "Tensor" in str(parameter.type):
+                inputs.append(None if value is None else self._spec(graph, value))
+            elif value is not None:
+                attrs[parameter.name] = value
+        return self.has_tactic(
+            NodeSpec(op=op, inputs=tuple(inputs), attrs=attrs, activations=self.activations)
+        )
+
+    def _spec(self, graph: Graph, node: fx.Node) -> TensorSpec:
+        kind = graph.type_of(node)
+        described = graph.inputs.get(node.name)
+        if described is None or described.kind not in ("weight", "constant"):
+            return TensorSpec(dtype=kind.dtype, shape=kind.shape)
+        quant = self.stored_quant(described.name) if described.kind == "weight" else "float32"
+        return TensorSpec.of_weight(quant, kind.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,40 +86,30 @@ class PassReport:
     changed: int
     skipped: tuple[tuple[str, str], ...] = field(default=())
     """(where, why) of each match that was left alone."""
+    note: str = ""
+    """Why the pass did not run at all; empty when it ran."""
+    diff: str = ""
+    """What it changed, as a unified diff of the graph's text or of the weights' recipes."""
 
 
-ModelPass = Callable[[nn.CausalLM, PassContext], PassReport]
-"""Rewrites modules and weight recipes, before tracing."""
-GraphPass = Callable[[Graph, PassContext], PassReport]
-"""Rewrites the graph in place."""
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A rewrite of the model or of the traced graph; ``docs/passes.md`` is made from these."""
 
-
-def run_model_passes(
-    passes: tuple[ModelPass, ...], model: nn.CausalLM, context: PassContext
-) -> list[PassReport]:
-    """Run ``passes`` over ``model`` in order."""
-    return [run(model, context) for run in passes]
-
-
-def run_graph_passes(
-    passes: tuple[GraphPass, ...],
-    graph: Graph,
-    context: PassContext,
-    explain: Callable[[str], None] | None = None,
-) -> list[PassReport]:
-    """Run ``passes`` over ``graph`` in order, each followed by the verifier.
-
-    ``explain`` gets the difference that each pass made, as text. Raises ``BuildError`` when a pass
-    leaves an invalid graph or changes the KV writes.
-    """
-    reports = []
-    for run in passes:
-        writes, before = effects(graph), to_text(graph) if explain else ""
-        report = run(graph, context)
-        verify(graph)
-        check_same_effects(writes, graph, report.name)
-        if explain and report.changed:
-            explain(f"{report.name}\n{diff(before, to_text(graph))}")
-        reports.append(report)
-    graph.module.recompile()
-    return reports
+    name: str
+    kind: Kind
+    """``model``: modules and weight recipes, before tracing; ``graph``: the ``ir.Graph``, after."""
+    run: Callable[[Any, PassContext], PassReport]
+    """Rewrites an ``nn.CausalLM`` or a ``Graph`` in place."""
+    rewrite: str
+    """What becomes what, in a line."""
+    bound: str
+    """How far results may move: "bit for bit", "float32 rounding", ..."""
+    needs: tuple[str, ...] = ()
+    """Passes that must stand earlier in the list, because this one works on what they leave."""
+    undoes: str = ""
+    """A pass that this one takes back: both cannot be forced, and forcing this one switches it off."""
+    fast: bool = True
+    """Part of a fast build."""
+    default: bool = True
+    """Runs unless switched off; else only when forced."""

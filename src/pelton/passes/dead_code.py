@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pelton.ir.graph import Graph
-from pelton.passes.base import PassContext, PassReport
+from pelton.passes.base import Pass, PassContext, PassReport
 
 NAME = "dead_code"
 
@@ -20,3 +20,12 @@ def run(graph: Graph, context: PassContext) -> PassReport:
             graph.erase(node)
             changed += 1
     return PassReport(name=NAME, matched=changed, changed=changed)
+
+
+PASS = Pass(
+    name=NAME,
+    kind="graph",
+    run=run,
+    rewrite="what nobody reads -> nothing",
+    bound="bit for bit",
+)

@@ -13,7 +13,7 @@ from torch import fx
 
 from pelton.ir.graph import Graph, op_name
 from pelton.ir.verifier import COMPUTE, VIEWS
-from pelton.passes.base import PassContext, PassReport
+from pelton.passes.base import Pass, PassContext, PassReport
 
 NAME = "early_take_rows"
 ROW_WISE = frozenset(
@@ -79,3 +79,12 @@ def _fixed(graph: Graph, node: fx.Node) -> bool:
 def _values(node: fx.Node) -> list[Any]:
     value = node.meta["val"]
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+PASS = Pass(
+    name=NAME,
+    kind="graph",
+    run=run,
+    rewrite="take_rows(f(x)) -> f(take_rows(x)) for row-wise f",
+    bound="bit for bit",
+)

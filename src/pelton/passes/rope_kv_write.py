@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from pelton.ir.graph import Graph, op_name
-from pelton.passes.base import PassContext, PassReport
+from pelton.passes.base import Pass, PassContext, PassReport
 
 NAME = "rope_kv_write"
 
@@ -70,3 +70,12 @@ def _head_norms(q: Any, k: Any) -> tuple[fx.Node, ...]:
     if all(op_name(n) == "rms_norm" and len(n.users) == 1 for n in both) and q.args[2] == k.args[2]:
         return both
     return ()
+
+
+PASS = Pass(
+    name=NAME,
+    kind="graph",
+    run=run,
+    rewrite="kv_write(rope(k), v), rope(q) -> rope_kv_write(q, k, v), with the norms of q's and k's heads",
+    bound="bit for bit",
+)

@@ -33,6 +33,7 @@ BUILD_HELP = {
     "activations": "Input precision of quantised products: float32, int8.",
     "kv_dtype": "Type of cached keys and values: float32, float16, bfloat16.",
     "threads": "CPU threads; 0: all cores. On an engine: any number.",
+    "passes": "A compiler pass: auto, force or off (repeatable; docs/passes.md lists them).",
 }
 
 SAMPLING_HELP = {
@@ -69,6 +70,20 @@ class _Bias(click.ParamType[tuple[int, float]]):
             return int(token), float(bias)
         except ValueError:
             self.fail(f"{value!r} is not TOKEN_ID:BIAS, such as 50256:-100", param, ctx)
+
+
+class _Setting(click.ParamType[tuple[str, str]]):
+    name = "name=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        name, equals, setting = str(value).partition("=")
+        if not (name and equals and setting):
+            self.fail(f"{value!r} is not NAME=VALUE, such as fuse_qkv=off", param, ctx)
+        return name, setting
+
+
+#: Flags of fields that hold one setting per name: one setting, in the singular.
+SINGULAR = {"passes": "pass"}
 
 
 class SectionOption(click.Option):
@@ -117,10 +132,8 @@ def _flags(
     for field in msgspec.structs.fields(struct):
         if field.name in skip:
             continue
-        flag = "--" + field.encode_name.replace("_", "-")
-        kind = hints[field.name]
-        if isinstance(kind, types.UnionType):  # None is the absent flag
-            kind = next(k for k in typing.get_args(kind) if k is not type(None))
+        flag = "--" + SINGULAR.get(field.name, field.encode_name).replace("_", "-")
+        kind = _given(hints[field.name])
         attrs: dict[str, Any] = {"help": help_texts.get(field.name, ""), "default": None}
         if kind is bool:
             options.append(kind_of_option([f"{flag}/--no-{flag[2:]}", field.name], **attrs))
@@ -128,7 +141,9 @@ def _flags(
         if typing.get_origin(kind) is tuple:
             attrs |= {"type": typing.get_args(kind)[0], "multiple": True}
         elif typing.get_origin(kind) is dict:
-            attrs |= {"type": _Bias(), "multiple": True, "metavar": "ID:BIAS"}
+            settings = typing.get_args(kind)[0] is str
+            attrs |= {"type": _Setting() if settings else _Bias(), "multiple": True}
+            attrs["metavar"] = "NAME=VALUE" if settings else "ID:BIAS"
         else:
             # Ranges are checked by the one validation that every front end shares.
             attrs |= {"type": kind, "metavar": {int: "N", float: "X", str: "NAME"}[kind]}
@@ -143,8 +158,15 @@ def _collect(struct: type[msgspec.Struct], names: list[str], kwargs: dict[str, A
         value = kwargs.pop(name)
         if value is None or value == ():
             continue
-        given[name] = dict(value) if typing.get_origin(hints[name]) is dict else value
+        given[name] = dict(value) if typing.get_origin(_given(hints[name])) is dict else value
     return given
+
+
+def _given(kind: Any) -> Any:
+    """The type of a field's value when it is given: None is the absent flag."""
+    if isinstance(kind, types.UnionType):
+        return next(k for k in typing.get_args(kind) if k is not type(None))
+    return kind
 
 
 def _with_flags(function: F, options: list[click.Option], argument: str, collect: Callable[..., Any]) -> F:
