@@ -101,7 +101,7 @@ def test_passes_are_kept_in_their_order_without_the_automatic_ones() -> None:
     config, _ = resolve(
         BuildConfig(passes={"dead_code": "off", "add_rms_norm": "auto", "fuse_qkv": "force"}), facts()
     )
-    assert list((config.passes or {}).items()) == [("fuse_qkv", "force"), ("dead_code", "off")]
+    assert list(config.passes.items()) == [("fuse_qkv", "force"), ("dead_code", "off")]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def compile_model(
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
         activations=config.activations,
         has_tactic=lambda spec: bool(supporting(spec, tactics)),
-        modes=config.passes or {},
+        modes=config.passes,
     )
     with clock("passes"):
         outcomes = run_model_passes(PASSES, model, context, explain)

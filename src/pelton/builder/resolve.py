@@ -146,7 +146,7 @@ def _resolve_threads(values: dict[str, Any], notes: list[str]) -> None:
 
 def _resolve_passes(values: dict[str, Any]) -> None:
     """Leaves what is not auto, in the passes' order."""
-    wanted: dict[str, str] = values["passes"] or {}
+    wanted: dict[str, str] = values["passes"]
     known = {p.name: p for p in PASSES}
     for name, mode in wanted.items():
         _choice("pass", name, tuple(known))

@@ -62,9 +62,9 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     and activations are)."""
     threads: int | None = None
     """CPU threads of a session; 0, the automatic value, means all cores the process may use."""
-    passes: dict[str, PassMode] | None = None
-    """Compiler passes by name: ``auto``, ``force`` (fail the build where it does not apply) or ``off``
-    (all auto)."""
+    passes: dict[str, PassMode] = {}
+    """Compiler passes by name: ``auto``, ``force`` (fail the build where it does not apply) or ``off``.
+    Those that are not named are auto."""
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):

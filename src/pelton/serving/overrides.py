@@ -25,7 +25,7 @@ def apply_overrides(config: EngineConfig, given: BuildConfig, engine: Path) -> E
     changes: dict[str, int] = {}
     for name in BuildConfig.__struct_fields__:
         wanted, built = getattr(given, name), getattr(config.build, name)
-        if wanted is None or wanted == built or name == "threads":
+        if wanted in (None, {}) or wanted == built or name == "threads":
             continue
         if name not in LOWERABLE:
             raise ConfigError(
