@@ -51,7 +51,8 @@ def native_tactics(op: str) -> list[Tactic]:
 
 
 def test_every_op_has_a_native_tactic() -> None:
-    assert [op for op in OPS if not native_tactics(op)] == []
+    """But for those that passes make only where there is one."""
+    assert [name for name, op in all_ops().items() if not op.optional and not native_tactics(name)] == []
 
 
 def test_every_native_tactic_names_a_kernel() -> None:

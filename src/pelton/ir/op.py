@@ -46,6 +46,8 @@ class Op:
     """Largest allowed normalised error (see ``kernels/conformance.py``) by compute dtype."""
     mutates: tuple[int, ...] = ()
     """Indices of arguments written in place: such nodes are ordered effects."""
+    optional: bool = False
+    """Only passes make such a node, and only where the target has a kernel for it (``context.supports``)."""
 
     @property
     def torch_op(self) -> Any:

@@ -1,0 +1,47 @@
+"""linear_gated: ``act(gate(x)) * up(x)``, the products of gate and up and their activation in one op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pelton.dtypes import NATIVE_BLOCK_TYPES
+from pelton.ir.op import Op, Sample, register
+from pelton.ir.ops import gated_activation, linear
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """``x``: (T, K); ``weight``: (2 I, K), the gate's rows first; ``bias``: (2 I,) or None; ``kind`` as
+    in ``activation`` -> (T, I)."""
+    gate, up = linear.reference(x, weight, bias).chunk(2, -1)
+    return gated_activation.reference(gate, up, kind)
+
+
+def shape_rule(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+
+
+def samples(g: torch.Generator) -> Iterator[Sample]:
+    shapes = ((1, 32, 64, "silu"), (2, 33, 256, "gelu_tanh"), (9, 48, 512, "silu"), (67, 40, 256, "gelu"))
+    for tokens, i, k, kind in shapes:
+        x = torch.randn(tokens, k, generator=g)
+        w = torch.randn(2 * i, k, generator=g) * k**-0.5
+        b = torch.randn(2 * i, generator=g) if i % 2 else None
+        for quant in ("float32", "bfloat16", "float16", *NATIVE_BLOCK_TYPES):
+            if quant.endswith("_k") and k % 256:
+                continue
+            yield Sample(args=(x, w, b, kind), name=f"{quant} {tokens}x{i}x{k} {kind}", quant={1: quant})
+
+
+OP = register(
+    Op(
+        name="linear_gated",
+        schema="linear_gated(Tensor x, Tensor weight, Tensor? bias, str kind) -> Tensor",
+        reference=reference,
+        shape_rule=shape_rule,
+        samples=samples,
+        tolerance={"float32": 2e-5, "bfloat16": 2e-2, "int8": 3e-2},
+        optional=True,
+    )
+)
