@@ -19,7 +19,7 @@ help:
 	@echo "make test-gpu     tests that need an NVIDIA GPU"
 	@echo "make test-sanitizers  the native library under AddressSanitizer and ThreadSanitizer"
 	@echo "make lint         ruff, mypy, import-linter"
-	@echo "make bench-cpu    Pelton beside llama.cpp on the same file"
+	@echo "make bench-cpu    Pelton beside llama.cpp on the same files"
 	@echo "make native       the native library only, in place (for development)"
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard src/pelton/kernels/csrc/*)
@@ -78,8 +78,8 @@ format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix src tests benchmarks tools
 	$(VENV)/bin/ruff format src tests benchmarks tools
 
-bench-cpu: $(VENV)/.installed-dev $(SMOLLM2)
-	$(PY) benchmarks/cpu.py $(SMOLLM2)
+bench-cpu: $(VENV)/.installed-dev $(SMOLLM2) $(GEMMA3)
+	$(PY) benchmarks/cpu.py $(SMOLLM2) $(GEMMA3)
 
 native:
 	cmake -S . -B build/native -DCMAKE_BUILD_TYPE=Release -DPELTON_INPLACE=ON >/dev/null
