@@ -18,6 +18,8 @@ _LAZY = {
     "BuildConfig": "pelton.engine.config",
     "Session": "pelton.engine.session",
     "build": "pelton.builder.build",
+    "refit": "pelton.builder.refit",
+    "strip": "pelton.builder.strip",
     "register_model": "pelton.models.registry",
     "PeltonError": "pelton.errors",
 }
@@ -26,6 +28,8 @@ __all__ = ["__version__", *_LAZY]
 
 if TYPE_CHECKING:
     from pelton.builder.build import build as build
+    from pelton.builder.refit import refit as refit
+    from pelton.builder.strip import strip as strip
     from pelton.engine.config import BuildConfig as BuildConfig
     from pelton.engine.session import Session as Session
     from pelton.errors import PeltonError as PeltonError

@@ -72,6 +72,19 @@ def set_manifest(name: str, value: object) -> Callable[[Path], None]:
     return lambda engine: edit(engine / "manifest.json", lambda m: {**m, name: value})
 
 
+def format_1(engine: Path) -> None:
+    shutil.copy(Path(__file__).with_name("manifest_format_1.json"), engine / "manifest.json")
+
+
+def edited_by_hand(engine: Path) -> None:
+    plan = (engine / "plan.json").read_bytes()
+    (engine / "plan.json").write_bytes(plan.replace(b"0.00001", b"0.00002"))
+
+
+def no_weights_json(engine: Path) -> None:
+    (engine / "weights.json").unlink()
+
+
 def outside(engine: Path) -> None:
     edit(engine / "manifest.json", lambda m: m["files"][0].update(path="../../etc/passwd"))
 
@@ -149,11 +162,13 @@ def tiny_shard(engine: Path) -> None:
         (no_manifest, "is not an engine: it has no manifest.json"),
         (broken_manifest, "is damaged: manifest.json: .*copy the engine again or rebuild it"),
         (manifest_of_other_type, "is damaged: manifest.json: Expected `array`"),
-        (set_manifest("format_version", 2), r"engine format 2, newer than this Pelton reads \(1\); upgrade"),
-        (set_manifest("format_version", 0), "format 0, which this Pelton no longer reads.*rebuild"),
+        (set_manifest("format_version", 3), r"engine format 3, newer than this Pelton reads \(2\); upgrade"),
+        (format_1, "has engine format 1, which this Pelton no longer reads.*rebuild the engine"),
         (set_manifest("target", "sm_90"), "was built for sm_90, and this Pelton runs cpu engines; rebuild"),
         (set_manifest("native_abi", 99), "native library interface 99 .*; rebuild the engine or install"),
         (set_manifest("needs", ["torch"]), "needs torch, which this Pelton cannot use"),
+        (edited_by_hand, r"plan.json does not have the SHA-256 its manifest says \(edited by hand"),
+        (no_weights_json, "is incomplete: weights.json is missing"),
         (outside, "names a file outside the engine, '../../etc/passwd'"),
         (no_shard, "is incomplete: weights/model-00001-of-00001.safetensors is missing; copy it again"),
         (no_tokenizer, "is incomplete: tokenizer/tokenizer.json is missing"),

@@ -14,6 +14,7 @@ from pelton.builder.clock import Clock, Progress
 from pelton.builder.compile import Compiled, compile_model
 from pelton.builder.directory import check_output, check_space, engine_directory
 from pelton.builder.eager import EagerReference
+from pelton.builder.engine_files import total_size, write_compact, write_json, write_manifest
 from pelton.builder.facts import model_config, model_recipes, quant_elements
 from pelton.builder.lower import arena_lower_bound
 from pelton.builder.peak import PeakMemory
@@ -21,12 +22,12 @@ from pelton.builder.probe import probe_steps
 from pelton.builder.report import BuildReport, MachineReport, MemoryReport, QualityReport, TacticReport
 from pelton.builder.weights import stored_bytes, write_weights
 from pelton.engine import native_runner
-from pelton.engine.artifact import FORMAT_VERSION, NATIVE_ABI, TARGET, FileEntry, Manifest, file_sha256
 from pelton.engine.config import BuildConfig, EngineConfig, MemoryPlan
 from pelton.engine.session import Session
+from pelton.engine.weight_sources import WeightSources, describe
+from pelton.ir.evaluate import infer_shape
 from pelton.models.checkpoint import Checkpoint, open_checkpoint
 from pelton.models.registry import create_model
-from pelton.version import __version__
 
 
 def build(
@@ -73,14 +74,15 @@ def build(
                 shards, changes = write_weights(
                     folder / "weights", compiled.weights, opened.read, clock.progress
                 )
-            _write(folder / "config.json", engine_config)
-            _write(folder / "plan.json", compiled.plan)
+            write_json(folder / "config.json", engine_config)
+            write_json(folder / "plan.json", compiled.plan)
+            write_compact(folder / "weights.json", _weight_sources(opened, compiled))
             hashes = {path: sha256 for path, _, sha256 in shards}
             if why_not := native_runner.unavailable(compiled.plan):
                 changes.append(f"on this machine the engine runs on the slow PyTorch reference: {why_not}")
             quality = None
             if check:
-                _write_manifest(folder, hashes)
+                write_manifest(folder, hashes)
                 with clock("check"):
                     quality = _check(folder, opened, compiled, engine_config)
             report = BuildReport(
@@ -102,8 +104,8 @@ def build(
                 notes=(*compiled.notes, *changes),
             )
             (folder / "report.json").write_bytes(report.stored_json())
-            _write_manifest(folder, hashes)
-            size = _size(folder)
+            write_manifest(folder, hashes)
+            size = total_size(folder)
     machine = MachineReport(
         engine=output.name,
         engine_bytes=size,
@@ -134,6 +136,12 @@ def _engine_config(checkpoint: Checkpoint, compiled: Compiled, tokenizer: Path) 
     )
 
 
+def _weight_sources(checkpoint: Checkpoint, compiled: Compiled) -> WeightSources:
+    names = dict.fromkeys(name for recipe in compiled.recipes.values() for name in recipe.sources())
+    shapes = {name: infer_shape(checkpoint.source(name), checkpoint.tensors) for name in names}
+    return describe(checkpoint.name, checkpoint.config, compiled.recipes, shapes, compiled.conditions)
+
+
 def _check(folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: EngineConfig) -> QualityReport:
     """Compare the written engine with a fresh model that no pass has touched."""
     max_seq_len = compiled.config.max_seq_len
@@ -152,31 +160,3 @@ def _tactic_reports(compiled: Compiled) -> tuple[TacticReport, ...]:
     for call, tactic in zip(compiled.program.calls, compiled.choice.tactics, strict=True):
         counts[call.op.name, tactic.name if tactic else ""] += 1
     return tuple(TacticReport(op=op, tactic=name, calls=n) for (op, name), n in sorted(counts.items()))
-
-
-def _write(path: Path, value: msgspec.Struct) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1))
-
-
-def _size(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-
-
-def _write_manifest(folder: Path, hashes: dict[Path, str]) -> None:
-    """``manifest.json`` over every other file; ``hashes`` of the weight shards are known already."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json")
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        pelton_version=__version__,
-        native_abi=NATIVE_ABI,
-        target=TARGET,
-        files=tuple(
-            FileEntry(
-                path=path.relative_to(folder).as_posix(),
-                nbytes=path.stat().st_size,
-                sha256=hashes.get(path) or file_sha256(path),
-            )
-            for path in files
-        ),
-    )
-    _write(folder / "manifest.json", manifest)

@@ -15,17 +15,17 @@ from pelton.builder.facts import (
     checkpoint_facts,
     expected_tensors,
     model_recipes,
-    readable,
-    resolve_sources,
 )
 from pelton.builder.lower import lower
 from pelton.builder.report import PassReport
 from pelton.builder.resolve import resolve
+from pelton.builder.sources import readable, resolve_sources
 from pelton.builder.tactics import Choice, choose, supporting
 from pelton.builder.trace import trace
 from pelton.builder.weights import WeightSpec, is_rounded, stored_quant
 from pelton.engine.config import BuildConfig
 from pelton.engine.plan import Plan
+from pelton.ir.condition import SameValues
 from pelton.ir.evaluate import TensorLike, evaluate, infer_quant
 from pelton.ir.graph import Graph
 from pelton.ir.printer import condense
@@ -51,6 +51,10 @@ class Compiled:
     choice: Choice
     weights: tuple[WeightSpec, ...]
     """In the plan's order."""
+    recipes: dict[str, Recipe]
+    """Of each weight, over tensors of the Hugging Face model, whatever the checkpoint's format."""
+    conditions: tuple[SameValues, ...]
+    """What passes found to hold of the checkpoint's values."""
     passes: tuple[PassReport, ...]
     notes: tuple[str, ...]
     rounded: bool
@@ -123,6 +127,8 @@ def compile_model(
         program=program,
         choice=choice,
         weights=tuple(_specs(plan, sources)),
+        recipes=_plain_recipes(plan, nn.collect_recipes(model)),
+        conditions=tuple(c for o in outcomes for c in o.conditions),
         passes=tuple(_pass_report(o, context.modes.get(o.name, "auto")) for o in outcomes),
         notes=tuple(notes),
         rounded=any(
@@ -172,6 +178,10 @@ def _specs(plan: Plan, sources: Mapping[Root, Source]) -> list[WeightSpec]:
                 )
             )
     return specs
+
+
+def _plain_recipes(plan: Plan, recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    return {b.name: recipes[b.name] for b in plan.buffers if b.kind == "weight"}
 
 
 def _pass_report(outcome: PassOutcome, choice: str) -> PassReport:

@@ -5,26 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pelton import nn
 from pelton.builder.resolve import CheckpointFacts
-from pelton.dtypes import BLOCK_TYPES, is_dense
+from pelton.builder.sources import readable, resolve_sources
 from pelton.engine.config import KVGroup, ModelConfig
-from pelton.ir.recipe import (
-    AddScalar,
-    Concat,
-    PermuteRows,
-    Recipe,
-    Rows,
-    Source,
-    Transpose,
-    add_scalar,
-    transpose,
-)
-from pelton.models.checkpoint import Checkpoint, TensorInfo
+from pelton.ir.recipe import AddScalar, PermuteRows, Recipe, Source, Transpose
+from pelton.models.checkpoint import Checkpoint
 
 #: Sampling defaults that are passed on to the runtime.
 _GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -47,40 +36,9 @@ def quant_elements(checkpoint: Checkpoint) -> dict[str, int]:
     return found
 
 
-def readable(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
-    """The checkpoint's tensors with the type that ``Checkpoint.read`` gives."""
-    return {n: replace(info, quant=_read_quant(info.quant)) for n, info in checkpoint.tensors.items()}
-
-
-def _read_quant(quant: str) -> str:
-    """Block types that Pelton does not have come dequantised."""
-    return quant if is_dense(quant) or quant in BLOCK_TYPES else "float32"
-
-
 def model_recipes(model: nn.CausalLM, source: Callable[[str], Recipe]) -> dict[str, Recipe]:
     """Recipe of every parameter over what ``Checkpoint.read`` gives (``source``: ``Checkpoint.source``)."""
     return {name: resolve_sources(recipe, source) for name, recipe in nn.collect_recipes(model).items()}
-
-
-def resolve_sources(recipe: Recipe, source: Callable[[str], Recipe]) -> Recipe:
-    """``recipe`` with every Hugging Face tensor replaced by how the checkpoint makes it.
-
-    What a model does and a file format undoes folds away exactly.
-    """
-    match recipe:
-        case Source(name):
-            return source(name)
-        case Concat(parts):
-            return Concat(tuple(resolve_sources(part, source) for part in parts))
-        case Rows(base, start, stop):
-            return Rows(resolve_sources(base, source), start, stop)
-        case PermuteRows(base, heads, inner):
-            return PermuteRows(resolve_sources(base, source), heads, inner)
-        case AddScalar(base, value):
-            return add_scalar(resolve_sources(base, source), value)
-        case Transpose(base):
-            return transpose(resolve_sources(base, source))
-    raise AssertionError(f"unknown recipe {type(recipe).__name__}")
 
 
 def expected_tensors(model: nn.CausalLM) -> dict[str, tuple[int, ...]]:

@@ -30,13 +30,20 @@ _CHUNK = 1 << 22
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Bytes as an engine stores them already: a weight that a refit leaves alone."""
+
+    data: npt.NDArray[np.uint8]
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightSpec:
     """One tensor of the engine: how it is made and stored."""
 
     name: str
-    source: Recipe | npt.NDArray[np.float32]
-    """A recipe over checkpoint tensors, or the values of a constant."""
+    source: Recipe | npt.NDArray[np.float32] | Packed
+    """A recipe over checkpoint tensors, the values of a constant, or what is stored as it is."""
     quant: str
     layout: str
     shape: tuple[int, ...]
@@ -90,20 +97,29 @@ def write_weights(
     notes: dict[str, list[str]] = {}
     with ShardWriter(folder, metas) as writer:
         for spec, meta in zip(specs, metas, strict=True):
-            tensor, note = materialise(spec, read)
+            data, note = pack_weight(spec, read)
             if note:
                 notes.setdefault(note, []).append(spec.name)
-            writer.write(spec.name, LAYOUTS[spec.layout].pack(tensor))
-            del tensor
+            writer.write(spec.name, data)
+            del data
             done += meta.nbytes
             progress("weights", done, total)
     return writer.files, [_summary(note, names) for note, names in notes.items()]
+
+
+def pack_weight(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[npt.NDArray[np.uint8], str]:
+    """The weight's bytes as the engine stores them, and ``materialise``'s note."""
+    if isinstance(spec.source, Packed):
+        return spec.source.data, ""
+    tensor, note = materialise(spec, read)
+    return LAYOUTS[spec.layout].pack(tensor), note
 
 
 def materialise(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[HostTensor, str]:
     """The tensor in its stored type, unpacked, and a note on what was changed ("" if nothing)."""
     if isinstance(spec.source, np.ndarray):
         return HostTensor("float32", spec.shape, np.ascontiguousarray(spec.source, np.float32)), ""
+    assert isinstance(spec.source, Recipe)
     tensor = evaluate(spec.source, read)
     for name in spec.source.sources():
         assert_finite(read(name), name)

@@ -17,14 +17,19 @@ import msgspec
 from pelton.engine.config import EngineConfig
 from pelton.engine.plan import Plan
 from pelton.engine.plan_check import check_plan
-from pelton.engine.shards import Shards
+from pelton.engine.shards import Shards, TensorMeta
+from pelton.engine.weight_sources import WeightSources
 from pelton.errors import EngineError
 from pelton.version import __version__
 
-FORMAT_VERSION = 1
+#: 2: weights.json. Engines of format 1 cannot be refitted and their plans have fewer fields: rebuilt.
+FORMAT_VERSION = 2
 #: ``PELTON_ABI_VERSION`` of csrc/pelton.h: kernels' names, attributes and weight layouts.
 NATIVE_ABI = 1
 TARGET = "cpu"
+
+#: Small files that decide what runs.
+_ALWAYS_HASHED = ("config.json", "plan.json")
 
 T = TypeVar("T")
 
@@ -47,6 +52,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Device the plan was made for: ``cpu``."""
     needs: tuple[str, ...] = ()
     """Packages the engine cannot run without, besides Pelton's own dependencies."""
+    stripped: bool = False
+    """The weights have been taken out; the constants are there."""
     files: tuple[FileEntry, ...]
 
 
@@ -76,6 +83,23 @@ class Engine:
         """Size of all files of the engine."""
         return sum(f.nbytes for f in self.manifest.files)
 
+    @property
+    def stripped(self) -> bool:
+        """Whether the weights have been taken out (``pelton strip``): such an engine cannot run."""
+        return self.manifest.stripped
+
+    def require_weights(self) -> None:
+        """Raise ``EngineError`` for a stripped engine."""
+        if self.stripped:
+            raise EngineError(
+                f"{self.path} is stripped: it holds no weights; "
+                f"put some in with: pelton refit {self.path} CHECKPOINT"
+            )
+
+    def weight_sources(self) -> WeightSources:
+        """How the weights are made from a checkpoint: ``weights.json``."""
+        return _decode(self.path / "weights.json", WeightSources)
+
     def report(self) -> dict[str, object]:
         """``report.json`` of the build."""
         return _decode(self.path / "report.json", dict[str, object])
@@ -89,8 +113,8 @@ def is_engine(path: str | Path) -> bool:
 def open_engine(path: str | Path, *, verify: bool = False) -> Engine:
     """Open the engine directory at ``path``.
 
-    ``verify`` reads all files and compares their SHA-256; without it only presence and sizes are
-    checked. Raises ``EngineError``.
+    ``verify`` compares the SHA-256 of all files; without it that of the small files that say what
+    runs (JSON), and of the others only that they are there and their sizes. Raises ``EngineError``.
     """
     root = Path(path)
     if not root.exists():
@@ -112,12 +136,28 @@ def open_engine(path: str | Path, *, verify: bool = False) -> Engine:
         raise _damaged(root / "config.json", f"build.{unset[0]} has no value")
     plan = _decode(root / "plan.json", Plan)
     weights = Shards(root / f.path for f in manifest.files if PurePosixPath(f.path).suffix == ".safetensors")
+    metas = {**_planned(plan), **weights.meta} if manifest.stripped else weights.meta
     try:
-        check_plan(plan, config, weights.meta)
+        check_plan(plan, config, metas)
     except ValueError as error:
         raise _damaged(root / "plan.json", str(error)) from error
     engine_id = hashlib.sha256(manifest_path.read_bytes()).hexdigest()
     return Engine(root, manifest, config, plan, weights, engine_id)
+
+
+def _planned(plan: Plan) -> dict[str, TensorMeta]:
+    """The weights that a stripped engine lacks, as its plan describes them."""
+    return {
+        b.name: TensorMeta(
+            name=b.name,
+            quant=b.quant,
+            layout=b.layout,
+            shape=tuple(d for d in b.shape if isinstance(d, int)),
+            nbytes=b.nbytes,
+        )
+        for b in plan.buffers
+        if b.kind == "weight"
+    }
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -164,10 +204,10 @@ def _check_file(root: Path, entry: FileEntry, verify: bool) -> None:
             f"{root} is damaged: {entry.path} has {size} bytes instead of {entry.nbytes}; "
             "copy it again or rebuild the engine"
         )
-    if verify and file_sha256(path) != entry.sha256:
+    if (verify or path.name in _ALWAYS_HASHED) and file_sha256(path) != entry.sha256:
         raise EngineError(
-            f"{root} is damaged: {entry.path} does not have the SHA-256 its manifest says; "
-            "copy it again or rebuild the engine"
+            f"{root} is damaged: {entry.path} does not have the SHA-256 its manifest says "
+            "(edited by hand, or copied badly); copy it again or rebuild the engine"
         )
 
 

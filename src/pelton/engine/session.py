@@ -55,6 +55,7 @@ class Session:
         runner: RunnerName = "auto",
     ) -> None:
         self.engine = engine if isinstance(engine, Engine) else open_engine(engine)
+        self.engine.require_weights()
         self.config = self.engine.config
         self.threads = _resolve_threads(self.config, threads)
         self.num_blocks = resolve_num_blocks(self.config, kv_blocks)

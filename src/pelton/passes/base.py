@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from pelton.ir.condition import SameValues
 from pelton.ir.graph import Graph
 from pelton.ir.op import get_op
 from pelton.ir.recipe import Recipe
@@ -90,6 +91,8 @@ class PassReport:
     """Why the pass did not run at all; empty when it ran."""
     diff: str = ""
     """What it changed, as a unified diff of the graph's text or of the weights' recipes."""
+    conditions: tuple[SameValues, ...] = ()
+    """What the pass found to hold of the checkpoint's values: refitting an engine looks again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ COMMANDS = {
     "serve": ("pelton.serving.cli.serve", "Serve a model to OpenAI clients over HTTP."),
     "build": ("pelton.serving.cli.build", "Compile a checkpoint into an engine."),
     "inspect": ("pelton.serving.cli.inspect", "Show what is in an engine."),
+    "refit": ("pelton.serving.cli.refit", "Put new weights into an engine, without a rebuild."),
+    "strip": ("pelton.serving.cli.refit", "Write an engine without its weights."),
     "bench": ("pelton.serving.cli.bench", "Measure decode, prefill and start-up of a model."),
     "doctor": ("pelton.serving.cli.doctor", "Check this installation and this machine."),
     "version": ("pelton.serving.cli.doctor", "Print the version."),

@@ -1,0 +1,275 @@
+"""New weights in an engine: same plan, no rebuild. No torch.
+
+The engine keeps how each weight is made (``weights.json``) and how it is stored (its plan), so a
+checkpoint of the same model goes through the stages of a build that touch weights, and no other:
+read -> recipe -> type -> layout -> shard. What the plan or a pass relied on is looked at again first.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from pelton.builder.clock import Progress
+from pelton.builder.directory import check_output, check_space, engine_directory
+from pelton.builder.engine_files import file_entries, write_compact, write_json
+from pelton.builder.sources import readable, resolve_sources
+from pelton.builder.weights import Packed, WeightSpec, stored_quant, write_weights
+from pelton.engine.artifact import Engine, file_sha256, open_engine
+from pelton.engine.plan import Buffer
+from pelton.engine.resources import human_bytes
+from pelton.engine.weight_sources import WeightSources, conditions_of, difference, recipes_of, relevant
+from pelton.errors import CheckpointError, ConfigError, EngineError
+from pelton.ir.condition import SameValues, broken
+from pelton.ir.evaluate import infer_quant, infer_shape
+from pelton.ir.recipe import Recipe
+from pelton.models.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+
+
+class RefitReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a refit did."""
+
+    engine: str
+    checkpoint: str
+    weights: int
+    """Made anew."""
+    kept: int
+    """Left as they were."""
+    nbytes: int
+    """Of all weights."""
+    notes: tuple[str, ...]
+    seconds: float
+
+    def text(self) -> str:
+        """For people."""
+        what = f"{self.weights} weights of {self.checkpoint}" + (f", {self.kept} kept" if self.kept else "")
+        lines = [f"  note        {note}" for note in self.notes]
+        return "\n".join(
+            [*lines, f"  {self.engine}  {what}, {human_bytes(self.nbytes)} in {self.seconds:.1f} s"]
+        )
+
+
+def refit(
+    engine: str | Path,
+    checkpoint: str | Path | Checkpoint,
+    *,
+    names: Sequence[str] = (),
+    output: str | Path | None = None,
+    progress: Progress | None = None,
+) -> RefitReport:
+    """Put the weights of ``checkpoint`` into ``engine``, in place or as a new engine at ``output``.
+
+    ``names``: shell patterns; only weights of the engine that have such a name, or are made from a
+    checkpoint tensor that has, are made anew, the others kept. The engine is replaced in one step at
+    the end: whatever happens before, it is as it was. Its tokenizer stays.
+
+    Raises ``EngineError`` (damaged, or not refittable), ``CheckpointError`` (of another model, a
+    tensor missing or of another type) or ``ConfigError`` (names that fit nothing, no space).
+    """
+    started = time.perf_counter()
+    # What is kept goes under a new hash: damage must not.
+    old = open_engine(engine, verify=bool(names))
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    sources = _sources(old)
+    _check_model(old, sources, opened)
+    chosen = _choose(old, recipes_of(sources), names)
+    specs = _specs(old, sources, opened, chosen)
+    for condition in conditions_of(sources):
+        if why := broken(_resolved(condition, opened), opened.read):
+            raise CheckpointError(
+                f"{opened.name} does not fit {old.path}: its plan relies on a pass ({condition.why}) "
+                f"that needs equal values, but {why}; rebuild: pelton build {opened.path}"
+            )
+    # A link to an engine stays one.
+    target = Path(output) if output is not None else old.path.resolve()
+    check_output(target)
+    with engine_directory(target) as folder:
+        _copy_others(old, folder)
+        check_space(folder, old.config.memory.weights)
+        quiet: Progress = lambda stage, done, total: None
+        shards, notes = write_weights(folder / "weights", specs, opened.read, progress or quiet)
+        for path, nbytes, sha256 in shards:
+            if path.stat().st_size != nbytes or file_sha256(path) != sha256:
+                raise EngineError(f"{path} does not read back as it was written; the disk may be failing")
+        _write_descriptions(folder, old, opened, sources, partial=bool(names), count=len(chosen))
+        hashes = {path: sha256 for path, _, sha256 in shards}
+        manifest = msgspec.structs.replace(old.manifest, stripped=False, files=file_entries(folder, hashes))
+        write_json(folder / "manifest.json", manifest)
+    return RefitReport(
+        engine=target.name,
+        checkpoint=opened.name,
+        weights=len(chosen),
+        kept=len(recipes_of(sources)) - len(chosen),
+        nbytes=old.config.memory.weights,
+        notes=tuple(notes),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _sources(engine: Engine) -> WeightSources:
+    sources = engine.weight_sources()
+    try:
+        names = recipes_of(sources).keys()
+        conditions_of(sources)
+    except ValueError as error:
+        raise EngineError(f"{engine.path}: weights.json: {error}; rebuild the engine") from error
+    without = [b.name for b in engine.plan.buffers if b.kind == "weight" and b.name not in names]
+    if without:
+        raise EngineError(
+            f"{engine.path} does not say how its weight {without[0]} is made; rebuild the engine"
+        )
+    return sources
+
+
+def _check_model(engine: Engine, sources: WeightSources, checkpoint: Checkpoint) -> None:
+    """Raise ``CheckpointError`` unless ``checkpoint`` computes as the engine's plan does."""
+    again = f"rebuild: pelton build {checkpoint.path}"
+    architecture = (checkpoint.config.get("architectures") or ["?"])[0]
+    if architecture != engine.config.model.architecture:
+        raise CheckpointError(
+            f"{checkpoint.name} is a {architecture} and {engine.path} was built from a "
+            f"{engine.config.model.architecture}; {again}"
+        )
+    if different := difference(sources.config, relevant(checkpoint.config)):
+        raise CheckpointError(
+            f"{checkpoint.name} is another model than {engine.path} was built from "
+            f"({sources.checkpoint}): in its config, {different}; {again}"
+        )
+
+
+def _choose(engine: Engine, recipes: Mapping[str, Recipe], names: Sequence[str]) -> dict[str, Recipe]:
+    """The weights to make anew. Raises ``ConfigError`` for a pattern that fits none."""
+    used = {b.name for b in engine.plan.buffers if b.kind == "weight"}
+    recipes = {name: recipe for name, recipe in recipes.items() if name in used}
+    if not names:
+        return recipes
+    chosen: set[str] = set()
+    for pattern in names:
+        found = {
+            name
+            for name, recipe in recipes.items()
+            if any(fnmatch.fnmatchcase(n, pattern) for n in (name, *recipe.sources()))
+        }
+        if not found:
+            raise ConfigError(
+                f"no weight of {engine.path} has a name like {pattern!r}; it has {next(iter(recipes))} "
+                f"and {len(recipes) - 1} more (pelton inspect {engine.path} --plan)"
+            )
+        chosen |= found
+    if engine.stripped and len(chosen) < len(recipes):
+        raise ConfigError(
+            f"{engine.path} is stripped, so there is nothing to keep: refit all of its weights, without names"
+        )
+    return {name: recipe for name, recipe in recipes.items() if name in chosen}
+
+
+def _specs(
+    engine: Engine, sources: WeightSources, checkpoint: Checkpoint, chosen: Mapping[str, Recipe]
+) -> list[WeightSpec]:
+    """Every tensor of the engine, checked against what the checkpoint has."""
+    _check_present(engine, sources, checkpoint, chosen)
+    recipes = {name: resolve_sources(recipe, checkpoint.source) for name, recipe in chosen.items()}
+    infos = readable(checkpoint)
+    dtype = engine.config.build.dtype
+    assert dtype is not None
+    specs = []
+    for buffer in engine.plan.buffers:
+        if buffer.kind not in ("weight", "constant"):
+            continue
+        source: Recipe | Packed
+        if buffer.name in recipes:
+            source = recipes[buffer.name]
+            _check_quant(checkpoint, buffer, source, infos, dtype)
+        else:
+            source = Packed(engine.weights[buffer.name])
+        specs.append(
+            WeightSpec(
+                name=buffer.name,
+                source=source,
+                quant=buffer.quant,
+                layout=buffer.layout,
+                shape=tuple(d for d in buffer.shape if isinstance(d, int)),
+            )
+        )
+    return specs
+
+
+def _check_present(
+    engine: Engine, sources: WeightSources, checkpoint: Checkpoint, chosen: Mapping[str, Recipe]
+) -> None:
+    """Raise ``CheckpointError`` unless the tensors are there, in the shapes that the engine's had."""
+    wanted = dict.fromkeys(name for recipe in chosen.values() for name in recipe.sources())
+    there = {name: checkpoint.source(name) for name in wanted}
+    missing = [n for n, recipe in there.items() if any(s not in checkpoint.tensors for s in recipe.sources())]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"{checkpoint.name} has no tensor {missing[0]}{more}, which {engine.path} needs; "
+            "give a whole checkpoint of the same model, or name what it has (names)"
+        )
+    for name, recipe in there.items():
+        shape = infer_shape(recipe, checkpoint.tensors)
+        if shape != sources.shapes.get(name, shape):
+            raise CheckpointError(
+                f"{checkpoint.name}: {name} is {_dims(shape)}, and {engine.path} was built from "
+                f"{_dims(sources.shapes[name])}; rebuild: pelton build {checkpoint.path}"
+            )
+
+
+def _check_quant(
+    checkpoint: Checkpoint, buffer: Buffer, recipe: Recipe, infos: Mapping[str, TensorInfo], dtype: str
+) -> None:
+    """Raise ``CheckpointError`` unless what ``recipe`` gives is stored as ``buffer`` says."""
+    quants = dict.fromkeys(infos[name].quant for name in recipe.sources())
+    stored = [stored_quant(quant, len(buffer.shape), dtype) for quant in quants]
+    if len(stored) == 1:
+        stored = [stored_quant(infer_quant(recipe, infos), len(buffer.shape), dtype)]
+    if stored != [buffer.quant]:
+        names = ", ".join(dict.fromkeys(recipe.sources()))
+        raise CheckpointError(
+            f"{checkpoint.name} has {names} as {', '.join(quants)}, and the engine's plan stores "
+            f"{buffer.quant}; rebuild: pelton build {checkpoint.path}"
+        )
+
+
+def _dims(shape: Sequence[object]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _resolved(condition: SameValues, checkpoint: Checkpoint) -> SameValues:
+    return replace(
+        condition,
+        a=resolve_sources(condition.a, checkpoint.source),
+        b=resolve_sources(condition.b, checkpoint.source),
+    )
+
+
+def _copy_others(old: Engine, folder: Path) -> None:
+    for entry in old.manifest.files:
+        if not entry.path.endswith(".safetensors"):
+            target = folder / entry.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(old.path / entry.path, target)
+
+
+def _write_descriptions(
+    folder: Path, old: Engine, checkpoint: Checkpoint, sources: WeightSources, *, partial: bool, count: int
+) -> None:
+    """config.json, weights.json and report.json, which say whose weights these are."""
+    name = sources.checkpoint if partial else checkpoint.name
+    model = msgspec.structs.replace(old.config.model, name=name)
+    write_json(folder / "config.json", msgspec.structs.replace(old.config, model=model))
+    write_compact(folder / "weights.json", msgspec.structs.replace(sources, checkpoint=name))
+    report = old.report()
+    what = f"{count} weights" if partial else "all weights"
+    notes = report.get("notes")
+    kept = [n for n in notes if "refitted" not in n] if isinstance(notes, list) else []
+    # The quality was that of other weights.
+    report |= {"quality": None, "notes": [*kept, f"{what} refitted from {checkpoint.name}"]}
+    write_json(folder / "report.json", report)
