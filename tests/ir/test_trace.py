@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from pelton import nn
+from pelton.builder.calls import extract
+from pelton.builder.lower import lower
+from pelton.builder.tactics import choose
 from pelton.builder.trace import trace
+from pelton.engine.plan import Plan
+from pelton.errors import BuildError
 from pelton.ir.graph import Graph, input_key
 from pelton.ir.verifier import effects
+from pelton.kernels.tactic import all_tactics
+from pelton.models.registry import create_model
+from pelton.nn import functional as F
+from pelton.passes import PASSES, PassContext, run_graph_passes, run_model_passes
+from tests.ir.export_oracle import export
 from tests.ir.graph_forward import graph_forward
 from tests.models import zoo
-from tests.models.oracle import load_ours
+from tests.models.oracle import hf_config_dict, load_ours
 from tests.models.paged import PagedRunner
 
 
@@ -71,3 +83,110 @@ def test_tracing_needs_no_weights(model: nn.CausalLM, graph: Graph) -> None:
         bare = type(model)(model.config)
     fresh = trace(bare, max_seq_len=64, block_size=4)
     assert [str(n.target) for n in fresh.calls] == [str(n.target) for n in graph.calls]
+
+
+def plan_of(graph: Graph) -> Plan:
+    """The plan of ``graph`` for float32 weights."""
+    context = PassContext(quant_of=lambda _: "float32")
+    run_graph_passes(PASSES, graph, context)
+    program = extract(graph)
+    roots = {v.root for call in program.calls for v in call.inputs if v is not None}
+    quants = {r: "float32" for r in roots if r.source and r.source.kind in ("weight", "constant")}
+    choice = choose(program.calls, quants, all_tactics(), "float32")
+    return lower(program, choice, quants, {"T": 40, "B": 4, "N": 40})
+
+
+@pytest.mark.parametrize("architecture", zoo.ZOO)
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_the_plan_is_the_one_that_torch_export_gives(architecture: str, fused: bool) -> None:
+    """Instructions, operands with their views, tactics, buffers and the arena's layout, names included."""
+    model = create_model(hf_config_dict(zoo.ZOO[architecture]()), max_seq_len=64)
+    if fused:
+        run_model_passes(PASSES, model, PassContext(quant_of=lambda _: "float32"))
+    options: dict[str, Any] = {"max_seq_len": 64, "block_size": 4, "kv_dtype": "float16"}
+    ours, theirs = plan_of(trace(model, **options)), plan_of(export(model, **options))
+    assert len(ours.instructions) > 10
+    assert ours == theirs
+
+
+def sized(forward: Any) -> nn.CausalLM:
+    """A model whose ``forward`` is ``forward(self, embedded (T, 8), ids, seq_lens_B, rows)``."""
+
+    class Sized(nn.CausalLM):
+        vocab_size, hidden_size, num_layers, max_position_embeddings = 8, 8, 1, 64
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 8)
+            self.inner = nn.Linear(8, 8)
+            self.loose = [torch.ones(8)]
+
+        def layer_kv(self) -> list[nn.LayerKV]:
+            return [nn.LayerKV(1, 8)]
+
+        def forward(self, ids: Any, positions: Any, k: Any, v: Any, groups: Any, rows: Any) -> Any:
+            x = forward(self, self.embed(ids), ids, groups[0].seq_lens_B)
+            return F.take_rows(x, rows)
+
+    return Sized()
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda m, x, ids, lens: x if x.shape[0] > 5 else x + x, "calls .* at some sizes"),
+        (
+            lambda m, x, ids, lens: x if len(ids) == 1 else m.inner(x),
+            "calls .* at some sizes",
+        ),
+        (lambda m, x, ids, lens: x if len(ids) % 2 else x + x, "calls .* at some sizes"),
+        (
+            lambda m, x, ids, lens: x if len(ids) > len(lens) else x + x,
+            "calls .* at some sizes",
+        ),
+        (lambda m, x, ids, lens: x * (1.0 / len(ids)), "makes aten.mul.Tensor depend on the step's sizes"),
+        (lambda m, x, ids, lens: F.softcap(x, float(len(lens))), "makes softcap depend on the step's sizes"),
+        (lambda m, x, ids, lens: x[: len(ids) // 2], "makes aten.slice.Tensor depend on the step's sizes"),
+        (lambda m, x, ids, lens: x[: len(lens)], "makes aten.slice.Tensor depend on the step's sizes"),
+        (lambda m, x, ids, lens: x[2:], "makes aten.slice.Tensor depend on the step's sizes"),
+        (lambda m, x, ids, lens: x * float(lens[0]), "reads the value of a tensor"),
+        (lambda m, x, ids, lens: x * lens.max().item(), "reads the value of a tensor"),
+        (lambda m, x, ids, lens: x if (ids > 0).all() else x + x, "reads the value of a tensor"),
+        (lambda m, x, ids, lens: x * m.loose[0], r"uses a tensor of shape \(8,\) that is neither an input"),
+        (lambda m, x, ids, lens: m.inner(x.view(-1, 16)), "invalid for input of size"),
+    ],
+)
+def test_a_forward_that_depends_on_sizes_or_values_is_refused(forward: Any, message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        trace(sized(forward), max_seq_len=64)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x, ids, lens: x.view(len(ids), 2, 4).view(x.shape[0], -1),
+        lambda m, x, ids, lens: x[: len(ids)] + x.reshape(ids.shape[0], 8),
+    ],
+)
+def test_sizes_that_an_op_can_infer_are_not_baked_in(forward: Any) -> None:
+    model = sized(forward)
+    torch.nn.init.normal_(model.embed.weight)
+    graph = trace(model, max_seq_len=64)
+    for n in (1, 2, 9):
+        ids = torch.arange(n, dtype=torch.int32) % 8
+        group = nn.AttentionInputs(ids, ids[None], ids[:2], ids[:1])
+        arguments = (ids, ids, [ids], [ids], [group], ids[-1:])
+        assert torch.equal(graph_forward(graph, model)(*arguments), model(*arguments))
+
+
+def test_the_model_is_left_as_it_was(model: nn.CausalLM) -> None:
+    """Parameters are its own again, and no hook stays, also after a failure."""
+    before = {name: id(p) for name, p in model.named_parameters()}
+    trace(model, max_seq_len=64)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    broken = sized(lambda m, x, ids, lens: m.inner(x.view(-1, 16)))
+    with pytest.raises(BuildError):
+        trace(broken, max_seq_len=64)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in broken.modules())
+    assert not any(p.is_meta for p in broken.parameters())

@@ -1,6 +1,6 @@
 """From the graph to a list of op calls over memory: views disappear into strides and offsets.
 
-The graph is run once more on fake tensors. Fake views share their base's storage, so which memory
+The graph is run once more on meta tensors. Their views share the base's storage, so which memory
 a node looks at, and how, is read off the tensors instead of being derived op by op; what claims to
 be a view but would copy is caught.
 """
@@ -79,46 +79,45 @@ def extract(graph: Graph) -> Program:
 class _Extraction:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._fake: dict[fx.Node, Any] = {}
+        self._meta: dict[fx.Node, Any] = {}
         self._roots: dict[int, Root] = {}
-        """By storage identity; ``_fake`` keeps the storages alive, so identities are not reused."""
+        """By storage identity; ``_meta`` keeps the storages alive, so identities are not reused."""
         self._values: dict[tuple[fx.Node, int], Value] = {}
         self._calls: list[Call] = []
         self._names: dict[str, int] = {}
 
     def run(self) -> Program:
-        placeholders = [n for n in self._graph.nodes if n.op == "placeholder"]
-        mode = placeholders[0].meta["val"].fake_mode
-        for node in placeholders:
-            self._placeholder(node)
-        with mode, torch.no_grad():
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+        with torch.inference_mode():
             for node in self._graph.calls:
                 self._call(node)
         return Program(tuple(self._calls), self._value(self._graph.logits))
 
     def _placeholder(self, node: fx.Node) -> None:
-        fake = node.meta["val"]
+        meta = node.meta["val"]
         source = self._graph.input_of(node)
-        root = Root(source.name, _dtype(fake), self._graph.shape(fake), source)
-        self._fake[node] = fake
-        self._roots[_storage(fake)] = root
-        self._values[node, 0] = Value(source.name, root, root.shape, _strides(fake), 0)
+        root = Root(source.name, _dtype(meta), self._graph.shape(meta), source)
+        self._meta[node] = meta
+        self._roots[_storage(meta)] = root
+        self._values[node, 0] = Value(source.name, root, root.shape, _strides(meta), 0)
 
     def _call(self, node: fx.Node) -> None:
-        arguments = fx.node.map_arg(node.args, lambda n: self._fake[n])
-        named = fx.node.map_arg(node.kwargs, lambda n: self._fake[n])
+        arguments = fx.node.map_arg(node.args, lambda n: self._meta[n])
+        named = fx.node.map_arg(node.kwargs, lambda n: self._meta[n])
         if node.target is operator.getitem:
-            self._fake[node] = arguments[0][arguments[1]]
+            self._meta[node] = arguments[0][arguments[1]]
             return
         compute = self._as_op(node)
         recorded = node.meta["val"]
         if compute is not None and not any(_storage(t) in self._roots for t in _tensors(recorded)):
             # A fresh tensor is as good as the recorded one; only views need running.
-            self._fake[node] = recorded
+            self._meta[node] = recorded
         else:
-            self._fake[node] = node.target(*arguments, **named)  # type: ignore[operator]
+            self._meta[node] = node.target(*arguments, **named)  # type: ignore[operator]
         if compute is None:
-            for tensor in _tensors(self._fake[node]):
+            for tensor in _tensors(self._meta[node]):
                 if _storage(tensor) not in self._roots:
                     raise BuildError(
                         f"{node.name} ({node.target}) copies memory that a plan could only view; "
@@ -127,7 +126,7 @@ class _Extraction:
             return
         op, flat = compute
         outputs = []
-        for i, tensor in enumerate(_tensors(self._fake[node])):
+        for i, tensor in enumerate(_tensors(self._meta[node])):
             name = self._name(node, op.name if i == 0 else f"{op.name}.{i}")
             root = Root(name, _dtype(tensor), self._graph.shape(tensor))
             if _storage(tensor) in self._roots:
@@ -170,15 +169,15 @@ class _Extraction:
             if (source, index) in self._values:
                 return self._values[source, index]
         if (node, 0) not in self._values:
-            fake = self._fake[node]
-            root = self._roots[_storage(fake)]
+            meta = self._meta[node]
+            root = self._roots[_storage(meta)]
             short = str(node.target.__name__ if callable(node.target) else node.target).split(".")[0]
             self._values[node, 0] = Value(
                 self._name(node, "view" if short == "getitem" else short),
                 root,
-                self._graph.shape(fake),
-                _strides(fake),
-                int(fake.storage_offset()),
+                self._graph.shape(meta),
+                _strides(meta),
+                int(meta.storage_offset()),
             )
         return self._values[node, 0]
 

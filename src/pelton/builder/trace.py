@@ -1,156 +1,157 @@
-"""From a model's own ``forward`` to an ``ir.Graph``, through ``torch.export``.
+"""From a model's own ``forward`` to an ``ir.Graph``.
 
-The step's inputs are fake, so nothing is computed or allocated. Every dynamic dimension gets its
-own symbol and an example size that no other dimension has: two dimensions are never taken for one
-another, and 0 and 1 are never specialised. The result is not functionalised: KV writes stay where
-the model put them.
+``forward`` runs on meta tensors, so nothing is computed or allocated, and a ``Recorder`` notes the ops.
+Dynamic dimensions are plain numbers while it runs, recognised afterwards (``builder.sizes``): ``forward``
+is recorded at several sizes of a step, and what is not the same each time is refused. The result is not
+functionalised: KV writes stay where the model put them.
+
+``torch.export`` gives the same graphs from symbolic shapes, and takes ten times as long.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
+from torch import fx
 
 from pelton import nn
+from pelton.builder.recorder import Recorder
+from pelton.builder.sizes import DependsOnSizes, Sizes, example_sizes, generalise
 from pelton.errors import BuildError
-from pelton.ir.graph import Graph
-from pelton.ir.types import GraphInput
+from pelton.ir.graph import Graph, op_name
+from pelton.ir.types import Dim, GraphInput
 from pelton.ir.verifier import verify
-
-#: Example sizes: distinct, and at least 2 so that none is specialised.
-_EXAMPLES = {"T": 97, "B": 11, "B+1": 12, "N": 7}
-_FIRST_BLOCKS = 131
 
 
 def trace(model: nn.CausalLM, *, max_seq_len: int, block_size: int = 16, kv_dtype: str = "float32") -> Graph:
     """The model's graph; ``model`` may be on the meta device.
 
     Block tables get ``ceil(max_seq_len / block_size)`` columns; caches hold ``kv_dtype``. Raises
-    ``BuildError`` when ``forward`` does what a plan cannot (data-dependent control flow, an op that
-    is not allowed).
+    ``BuildError`` when ``forward`` does what a plan cannot (control flow that depends on values or on
+    the step's sizes, an op that is not allowed).
     """
-    columns = math.ceil(max_seq_len / block_size)
-    arguments, dynamic, described = _step_inputs(model, columns, block_size, getattr(torch, kv_dtype))
-    try:
-        with torch.no_grad():
-            program = torch.export.export(model, arguments, dynamic_shapes=dynamic, strict=False)
-    except Exception as error:
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
-        raise BuildError(
-            f"{type(model).__name__} could not be traced: {reason} (forward must not branch on values or "
-            "on the number of tokens or sequences; docs/adding-a-model.md says what it may do)"
-        ) from error
-    graph = _wrap(program, model, described)
+    step = _Step(model, math.ceil(max_seq_len / block_size), block_size, getattr(torch, kv_dtype))
+    largest = max((math.prod(p.shape) for p in model.parameters()), default=0)
+    main, *others = example_sizes(step.dims(), largest)
+    graph = _graph(model, step, main)
     verify(graph)
+    recordings = [(main, graph.calls)]
+    for sizes in others:
+        nodes = _run(model, step, sizes).graph.nodes
+        recordings.append((sizes, tuple(n for n in nodes if n.op == "call_function")))
+    try:
+        generalise(recordings)
+    except DependsOnSizes as error:
+        _refuse(model, str(error), error)
+    for node in reversed(graph.calls):
+        if op_name(node) == "getitem" and not node.users:
+            graph.erase(node)
+    graph.module.recompile()
     return graph
 
 
-def _step_inputs(
-    model: nn.CausalLM, columns: int, block_size: int, kv_dtype: Any
-) -> tuple[tuple[Any, ...], tuple[Any, ...], list[tuple[GraphInput, tuple[Any, ...]]]]:
-    """Example arguments of ``forward``, their dynamic dimensions, and what each one is (flattened)."""
-    dims = {name: torch.export.Dim(_identifier(name), min=2) for name in _EXAMPLES}
-    sizes = dict(_EXAMPLES)
-    layouts, group_of = model.kv_groups(), model.group_of_layer()
-    for g in range(len(layouts)):
-        sizes[f"P{g}"] = _FIRST_BLOCKS + g
-        dims[f"P{g}"] = torch.export.Dim(f"P{g}", min=2)
-    described: list[tuple[GraphInput, tuple[Any, ...]]] = []
+class _Step:
+    """The arguments of ``forward``: what each tensor is, and its shape with named dimensions."""
 
-    def make(what: GraphInput, *shape: Any, dtype: Any = torch.int32) -> tuple[Any, Any]:
-        described.append((what, shape))
-        concrete = [sizes[s] if isinstance(s, str) else s for s in shape]
-        return torch.empty(concrete, dtype=dtype, device="meta"), {0: dims[shape[0]]}
-
-    def step_input(name: str, *shape: Any) -> tuple[Any, Any]:
-        return make(GraphInput(kind="input", name=name), *shape)
-
-    def cache(kind: Any, layer: int) -> tuple[Any, Any]:
-        g = group_of[layer]
-        what = GraphInput(kind=kind, name=f"{kind}.{layer}", layer=layer, group=g)
-        shape = (f"P{g}", layouts[g].num_kv_heads, block_size, layouts[g].head_dim)
-        return make(what, *shape, dtype=kv_dtype)
-
-    ids = step_input("input_ids", "T")
-    positions = step_input("positions", "T")
-    k_caches = [cache("k_cache", layer) for layer in range(model.num_layers)]
-    v_caches = [cache("v_cache", layer) for layer in range(model.num_layers)]
-    groups = [
-        (
-            step_input(f"slot_mapping.{g}", "T"),
-            step_input(f"block_table.{g}", "B", columns),
+    def __init__(self, model: nn.CausalLM, columns: int, block_size: int, kv_dtype: Any) -> None:
+        self._layouts, self._group_of = model.kv_groups(), model.group_of_layer()
+        self.inputs: dict[GraphInput, tuple[tuple[Dim, ...], Any]] = {}
+        self._vector("input_ids", "T")
+        self._vector("positions", "T")
+        for kind in ("k_cache", "v_cache"):
+            for layer, g in enumerate(self._group_of):
+                what = GraphInput(kind=kind, name=f"{kind}.{layer}", layer=layer, group=g)  # type: ignore[arg-type]
+                shape = (f"P{g}", self._layouts[g].num_kv_heads, block_size, self._layouts[g].head_dim)
+                self.inputs[what] = (shape, kv_dtype)
+        for g in range(len(self._layouts)):
+            self._vector(f"slot_mapping.{g}", "T")
+            self._vector(f"block_table.{g}", "B", columns)
+        if self._layouts:
             # The same in every group (step contract): one plan input each, whichever group reads it.
-            step_input("cu_seqlens", "B+1"),
-            step_input("seq_lens", "B"),
-        )
-        for g in range(len(layouts))
-    ]
-    logits_indices = step_input("logits_indices", "N")
+            self._vector("cu_seqlens", "B+1")
+            self._vector("seq_lens", "B")
+        self._vector("logits_indices", "N")
 
-    def pick(i: int) -> tuple[Any, ...]:
+    def _vector(self, name: str, *shape: Dim) -> None:
+        self.inputs[GraphInput(kind="input", name=name)] = (shape, torch.int32)
+
+    def dims(self) -> tuple[str, ...]:
+        return ("T", "B", "B+1", "N", *(f"P{g}" for g in range(len(self._layouts))))
+
+    def arguments(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The arguments of ``forward`` from tensors by name."""
+        layers, groups = range(len(self._group_of)), range(len(self._layouts))
         return (
-            ids[i],
-            positions[i],
-            [c[i] for c in k_caches],
-            [c[i] for c in v_caches],
-            [nn.AttentionInputs(*(part[i] for part in group)) for group in groups],
-            logits_indices[i],
+            tensors["input_ids"],
+            tensors["positions"],
+            [tensors[f"k_cache.{layer}"] for layer in layers],
+            [tensors[f"v_cache.{layer}"] for layer in layers],
+            [
+                nn.AttentionInputs(
+                    tensors[f"slot_mapping.{g}"],
+                    tensors[f"block_table.{g}"],
+                    tensors["cu_seqlens"],
+                    tensors["seq_lens"],
+                )
+                for g in groups
+            ],
+            tensors["logits_indices"],
         )
 
-    return pick(0), pick(1), described
+
+def _run(model: nn.CausalLM, step: _Step, sizes: Sizes) -> Recorder:
+    """``forward`` once; placeholders are the step's inputs, then parameters, then buffers."""
+    recorder = Recorder()
+
+    def meta(name: str, shape: Iterable[Dim], dtype: Any) -> Any:
+        concrete = [sizes[s] if isinstance(s, str) else s for s in shape]
+        tensor = torch.empty(concrete, dtype=dtype, device="meta")
+        recorder.placeholder(name, tensor)
+        return tensor
+
+    try:
+        with torch.inference_mode():
+            arguments = {i.name: meta(i.name, *described) for i, described in step.inputs.items()}
+            own = {
+                n: meta(n, p.shape, p.dtype) for n, p in (*model.named_parameters(), *model.named_buffers())
+            }
+            with recorder.modules_of(model), recorder:
+                logits = torch.func.functional_call(model, own, step.arguments(arguments))
+            recorder.result(logits)
+    except Exception as error:
+        _refuse(model, _reason(error), error)
+    return recorder
 
 
-def _wrap(program: Any, model: nn.CausalLM, described: list[tuple[GraphInput, tuple[Any, ...]]]) -> Graph:
-    """Name the placeholders and symbols; drop what is unused; merge inputs that are one thing."""
-    module = program.graph_module
-    canonical = {id(p): name for name, p in model.named_parameters()}
-    step = iter(described)
-    inputs: dict[str, GraphInput] = {}
-    symbols: dict[str, str] = {}
-    constants: dict[str, torch.Tensor] = {}
-    first: dict[GraphInput, Any] = {}
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
-        if spec.kind is torch.export.graph_signature.InputKind.PARAMETER:
-            # A tied parameter is one weight under its first name.
-            what = GraphInput(kind="weight", name=canonical[id(model.get_parameter(spec.target))])
-        elif spec.kind is torch.export.graph_signature.InputKind.USER_INPUT:
-            what, shape = next(step)
-            symbols[str(node.meta["val"].shape[0])] = shape[0]
-        else:
-            value = model.get_buffer(spec.target) if spec.target in dict(model.named_buffers()) else None
-            if value is None or value.is_meta:
-                raise BuildError(
-                    f"{type(model).__name__}: {spec.target} is a tensor made in forward or without values; "
-                    "make it a parameter, or a buffer with values"
-                )
-            what = GraphInput(kind="constant", name=spec.target)
-            constants[spec.target] = value
-        kept = first.setdefault(what, node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
-            module.graph.erase_node(node)
-        else:
-            inputs[node.name] = what
-    for node in placeholders:
-        if node.name in inputs and not node.users and inputs[node.name].kind in ("weight", "constant"):
-            del inputs[node.name]
-            module.graph.erase_node(node)
-    for node in module.graph.nodes:
-        node.meta = {"val": node.meta.get("val"), "where": _module_path(node)}
-    plain = torch.fx.GraphModule(torch.nn.Module(), module.graph)
-    return Graph(plain, inputs, symbols, constants)
+def _graph(model: nn.CausalLM, step: _Step, sizes: Sizes) -> Graph:
+    recorder = _run(model, step, sizes)
+    placeholders = [n for n in recorder.graph.nodes if n.op == "placeholder"]
+    described = list(step.inputs)
+    described += [GraphInput(kind="weight", name=name) for name, _ in model.named_parameters()]
+    described += [GraphInput(kind="constant", name=name) for name, _ in model.named_buffers()]
+    inputs, constants = {}, {}
+    for node, what in zip(placeholders, described, strict=True):
+        if what.kind in ("weight", "constant") and not node.users:
+            recorder.graph.erase_node(node)
+            continue
+        inputs[node.name] = what
+        if what.kind == "constant":
+            value = constants[what.name] = model.get_buffer(what.name)
+            if value.is_meta:
+                _refuse(model, f"the buffer {what.name} has no values; give it some when it is made")
+    module = fx.GraphModule(torch.nn.Module(), recorder.graph)
+    return Graph(module, inputs, {size: name for name, size in sizes.items()}, constants)
 
 
-def _module_path(node: Any) -> str:
-    """Name of the submodule whose forward made the node, such as ``model.layers.3.mlp``."""
-    stack = node.meta.get("nn_module_stack")
-    return str(list(stack.values())[-1][0]) if stack else ""
+def _reason(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _identifier(name: str) -> str:
-    return name.replace("+", "_plus_")
+def _refuse(model: nn.CausalLM, reason: str, error: Exception | None = None) -> NoReturn:
+    raise BuildError(
+        f"{type(model).__name__} could not be traced: {reason} (forward must not branch on values or "
+        "on the number of tokens or sequences; docs/adding-a-model.md says what it may do)"
+    ) from error

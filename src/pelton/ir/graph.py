@@ -1,8 +1,9 @@
 """The traced network: a thin layer over ``torch.fx`` that knows dimensions, inputs and effects.
 
 Nodes are ``torch.fx`` nodes: calls of Pelton ops, of the few ATen ops that ``ir.verifier`` allows,
-and ``getitem``. ``node.meta["val"]`` is a fake tensor (or a tuple of them), whose shape, strides and
-storage offset say where a view looks; ``Graph.type_of`` reads it with named dimensions.
+and ``getitem``. ``node.meta["val"]`` is a meta tensor (or several), whose shape, strides and storage
+offset say where a view looks. A dynamic dimension has a large prime as its size there, which stands for
+its name: ``Graph.dim``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Graph:
     """A network of one step: logits out, KV caches written on the way.
 
     ``module``: its ``graph`` is what passes rewrite. ``inputs``: what each placeholder is, by node
-    name, in the order of ``run``'s arguments. ``symbols``: name of each symbolic size.
+    name, in the order of ``run``'s arguments. ``dims``: the size that stands for each dynamic dimension
+    in ``meta["val"]`` -> its name; each is a prime above every size of the model.
     ``constants``: values of the inputs of kind "constant", by name.
     """
 
@@ -30,16 +32,16 @@ class Graph:
         self,
         module: fx.GraphModule,
         inputs: Mapping[str, GraphInput],
-        symbols: Mapping[str, str],
+        dims: Mapping[int, str],
         constants: Mapping[str, torch.Tensor],
     ) -> None:
         self.module = module
         self.inputs = dict(inputs)
-        self.symbols = dict(symbols)
+        self.dims = dict(dims)
         self.constants = dict(constants)
         self.inferred: dict[Any, list[tuple[Any, Any]]] = {}
         """What shape rules gave, by op and types of arguments: the verifier's memory."""
-        self._dim_names: dict[Any, str] = {}
+        self._smallest_dynamic = min(self.dims)
 
     @property
     def fx_graph(self) -> fx.Graph:
@@ -75,18 +77,15 @@ class Graph:
         op = op_of(node)
         return op is not None and bool(op.mutates)
 
-    def dim(self, size: Any) -> Dim:
+    def dim(self, size: int) -> Dim:
         """A size as a number or a named dimension; raises ``ValueError`` on an expression of names."""
-        if isinstance(size, int):
+        if size < self._smallest_dynamic:
             return size
-        # Printing an expression is slow, and the same few are asked for again and again.
-        expression = size.node.expr
-        if expression not in self._dim_names:
-            name = str(size)
-            if name not in self.symbols:
-                raise ValueError(f"the size {name} is neither a number nor one of the named dimensions")
-            self._dim_names[expression] = self.symbols[name]
-        return self._dim_names[expression]
+        if size in self.dims:
+            return self.dims[size]
+        factors = [name for prime, name in self.dims.items() if size % prime == 0]
+        what = f"a multiple of {' x '.join(factors)}" if factors else f"{size}, no size of the model,"
+        raise ValueError(f"has a dimension that is {what} and not one of the named dimensions")
 
     def shape(self, value: Any) -> tuple[Dim, ...]:
         """Named shape of a tensor (such as ``node.meta["val"]``)."""
@@ -127,9 +126,7 @@ class Graph:
         """Record anew what the call ``node`` gives, after its inputs have changed."""
         args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
         kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
-        op = op_of(node)
-        compute: Any = node.target if op is None else op.shape_rule
-        node.meta["val"] = compute(*args, **kwargs)
+        node.meta["val"] = meta_call(node.target, args, kwargs)
 
     def erase(self, node: fx.Node) -> None:
         """Remove a node that nobody reads."""
@@ -156,6 +153,21 @@ class Graph:
         with torch.no_grad():
             (logits,) = self.module(*values)
         return logits
+
+
+def meta_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``target`` gives for meta tensors: a Pelton op by its shape rule, anything else by torch.
+
+    Sums and products are worked out here: torch has its own rules for them in Python, which import the
+    whole of its compiler (a second) when they are first used.
+    """
+    if getattr(target, "namespace", "") == "pelton":
+        return get_op(target._opname).shape_rule(*args, **kwargs)
+    if target in (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor):
+        tensors = [a for a in args[:2] if isinstance(a, torch.Tensor)]
+        shape = torch.broadcast_tensors(*tensors)[0].shape
+        return tensors[0].new_empty(shape, dtype=torch.result_type(*args[:2]))
+    return target(*args, **kwargs)
 
 
 def input_key(described: GraphInput) -> str:
