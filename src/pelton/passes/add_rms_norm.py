@@ -5,50 +5,40 @@ The residual stream is added to and then normalised before every block: fused, i
 
 from __future__ import annotations
 
-import torch
-from torch import fx
-
-from pelton.ir.graph import Graph, op_name
+from pelton.ir.graph import Graph
 from pelton.passes.base import Pass, PassContext, PassReport
+from pelton.passes.pattern import Match, call, item, rewrite, tensor, value
 
 NAME = "add_rms_norm"
+
+SUM = call("aten.add.Tensor", tensor("stream"), tensor("branch"), name="sum", shared=True)
+NORM_OF_SUM = call("rms_norm", SUM, value("weight"), value("eps"))
+NORM_OF_NUMBER = call("rms_norm", call("aten.add.Tensor", name="sum", shared=True))
+#: A sum that an earlier norm took.
+SECOND_NORM = call("rms_norm", item(call("add_rms_norm", shared=True), 1, name="sum", shared=True))
 
 
 def run(graph: Graph, context: PassContext) -> PassReport:
     """Rewrite ``s = aten.add(a, b); y = rms_norm(s, w, eps)`` to ``y, s = add_rms_norm(b, a, w, eps)``."""
-    matched, changed, skipped = 0, 0, []
-    for norm in graph.calls:
-        if op_name(norm) != "rms_norm":
-            continue
-        total, weight, eps = norm.args
-        assert isinstance(total, fx.Node)
-        if total.target is not torch.ops.aten.add.Tensor:
-            # A sum that an earlier norm took is a second match, left alone.
-            if _is_fused_sum(total):
-                matched += 1
-                skipped.append((norm.name, f"{total.name} is already fused with another norm"))
-            continue
-        matched += 1
-        stream, branch = total.args
-        if not isinstance(branch, fx.Node) or not isinstance(stream, fx.Node):
-            skipped.append((norm.name, f"{total.name} adds a number"))
-            continue
-        if total.meta["val"].dim() != 2:
-            skipped.append((norm.name, f"{total.name} has {total.meta['val'].dim()} dimensions"))
-            continue
-        # At the sum's place: its other readers may come before the norm.
-        fused = graph.insert_call("add_rms_norm", (branch, stream, weight, eps), like=norm, before=total)
-        normed, summed = graph.insert_getitem(fused, 0), graph.insert_getitem(fused, 1)
-        norm.replace_all_uses_with(normed)
-        total.replace_all_uses_with(summed)
-        graph.erase(norm)
-        graph.erase(total)
-        changed += 1
-    return PassReport(name=NAME, matched=matched, changed=changed, skipped=tuple(skipped))
+    return rewrite(
+        graph,
+        context,
+        NAME,
+        [
+            (NORM_OF_SUM, _fuse),
+            (NORM_OF_NUMBER, lambda m: f"{m['sum'].name} adds a number"),
+            (SECOND_NORM, lambda m: f"{m['sum'].name} is already fused with another norm"),
+        ],
+    )
 
 
-def _is_fused_sum(node: fx.Node) -> bool:
-    return op_name(node) == "getitem" and op_name(node.args[0]) == NAME and node.args[1] == 1  # type: ignore[arg-type]
+def _fuse(m: Match) -> str | None:
+    total = m["sum"]
+    if total.meta["val"].dim() != 2:
+        return f"{total.name} has {total.meta['val'].dim()} dimensions"
+    args = (m["branch"], m["stream"], m["weight"], m["eps"])
+    # At the sum's place: its other readers may come before the norm.
+    return m.fuse("add_rms_norm", args, results={m.root: 0, total: 1}, at=total)
 
 
 PASS = Pass(
