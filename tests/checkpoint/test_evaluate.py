@@ -9,7 +9,24 @@ from pelton.errors import CheckpointError
 from pelton.ir.block_encoder import quantize
 from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate, infer_quant, infer_shape
-from pelton.ir.recipe import AddScalar, Concat, PermuteRows, Recipe, Rows, Source, Transpose, add_scalar
+from pelton.ir.recipe import (
+    AddProduct,
+    AddScalar,
+    Columns,
+    Concat,
+    Full,
+    PadRows,
+    PermuteRows,
+    Recipe,
+    Rows,
+    Scale,
+    ScaleColumns,
+    Source,
+    Transpose,
+    add_scalar,
+    rows,
+)
+from pelton.ir.recipe_json import from_data, to_data
 from pelton.ir.tensors import HostTensor, f32_to_bf16
 
 RNG = np.random.default_rng(0)
@@ -24,6 +41,7 @@ TENSORS["norm"] = HostTensor("bfloat16", (64,), f32_to_bf16(DENSE["a"][0]))
 ROW_RECIPES = [
     lambda s: Concat((Source("a" + s), Source("b" + s), Source("c" + s))),
     lambda s: Rows(Source("a" + s), 3, 9),
+    lambda s: PadRows(Source("a" + s), 20),
     lambda s: PermuteRows(Source("a" + s), heads=2, inner=2),
     lambda s: Concat((PermuteRows(Source("a" + s), 4, 2), Rows(Source("b" + s), 0, 1))),
 ]
@@ -90,3 +108,69 @@ def test_concat_of_different_types_is_our_own_bug() -> None:
         evaluate(mixed, TENSORS.__getitem__)
     with pytest.raises(AssertionError, match="different value types"):
         infer_quant(mixed, TENSORS)
+
+
+NORM = DENSE["a"][0]
+ARITHMETIC = {
+    "columns": (Columns(Source("a"), 8, 40), DENSE["a"][:, 8:40]),
+    "scale": (Scale(Source("a"), 1.7), DENSE["a"] * np.float32(1.7)),
+    "scale columns": (
+        ScaleColumns(Source("b"), AddScalar(Rows(Source("n"), 0, 64), 1.0)),
+        DENSE["b"] * (NORM + 1),
+    ),
+    "a bias": (AddProduct(Source("k"), Source("c"), Source("n")), DENSE["a"][:, 0] + DENSE["c"] @ NORM),
+    "no bias before": (AddProduct(None, Source("c"), Source("n")), DENSE["c"] @ NORM),
+    "ones": (Full(5, 1.0), np.ones(5, np.float32)),
+}
+VECTORS = {"n": HostTensor("float32", (64,), NORM), "k": HostTensor("float32", (16,), DENSE["a"][:, 0])}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic_gives_float32_and_survives_json(name: str) -> None:
+    recipe, want = ARITHMETIC[name]
+    known = TENSORS | VECTORS
+    got = evaluate(from_data(to_data(recipe)), known.__getitem__)
+    assert (got.quant, got.shape) == (infer_quant(recipe, known), infer_shape(recipe, known))
+    np.testing.assert_allclose(got.data, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["a", "half", "brain"])
+def test_scaling_by_a_power_of_two_keeps_type_and_bits(name: str) -> None:
+    there = Scale(Source(name), 4.0)
+    assert infer_quant(there, TENSORS) == TENSORS[name].quant
+    back = evaluate(Scale(there, 0.25), TENSORS.__getitem__)
+    np.testing.assert_array_equal(back.data, TENSORS[name].data)
+    assert infer_quant(Scale(Source(name), 3.0), TENSORS) == "float32"
+
+
+def test_arithmetic_on_blocks_is_refused() -> None:
+    blocks = Source("a.q4_1")
+    for recipe in (
+        Scale(blocks, 2.0),
+        ScaleColumns(blocks, Full(64, 2.0)),
+        Columns(blocks, 0, 32),
+        AddProduct(None, blocks, Full(64, 2.0)),
+    ):
+        for ask in (
+            lambda r=recipe: evaluate(r, TENSORS.__getitem__),
+            lambda r=recipe: infer_quant(r, TENSORS),
+        ):
+            with pytest.raises(CheckpointError, match=r"a\.q4_1 is stored as q4_1 blocks, which cannot be"):
+                ask()
+
+
+def test_rows_are_taken_before_arithmetic() -> None:
+    recipe = AddScalar(Scale(Rows(Source("a"), 2, 12), 3.0), 1.0)
+    early = rows(recipe, 1, 4)
+    assert early == AddScalar(Scale(Rows(Source("a"), 3, 6), 3.0), 1.0)
+    want = evaluate(Rows(recipe, 1, 4), TENSORS.__getitem__)
+    np.testing.assert_array_equal(evaluate(early, TENSORS.__getitem__).data, want.data)
+
+
+def test_resolving_replaces_every_source_and_folds_what_cancels() -> None:
+    recipe = Concat((Transpose(Source("a")), AddProduct(None, Source("b"), AddScalar(Source("c"), 1.0))))
+    assert list(recipe.sources()) == ["a", "b", "c"]
+    resolved = recipe.resolve(
+        lambda n: {"a": Transpose(Source("A")), "c": AddScalar(Source("C"), -1.0)}.get(n, Source(n))
+    )
+    assert resolved == Concat((Source("A"), AddProduct(None, Source("b"), Source("C"))))

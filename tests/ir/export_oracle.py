@@ -89,7 +89,9 @@ def _graph(program: Any, model: nn.CausalLM, described: list[GraphInput]) -> Gra
         node.meta = {"val": value, "where": where}
     constants = {i.name: model.get_buffer(i.name) for i in inputs.values() if i.kind == "constant"}
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    return Graph(module, inputs, {size: name for name, size in SIZES.items()}, constants)
+    return Graph(
+        module, inputs, {size: name for name, size in SIZES.items()}, constants, nn.collect_recipes(model)
+    )
 
 
 def _value(node: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,6 @@ from pelton.builder.clock import Clock
 from pelton.builder.facts import (
     checkpoint_facts,
     expected_tensors,
-    model_recipes,
 )
 from pelton.builder.lower import lower
 from pelton.builder.report import PassReport
@@ -92,9 +91,15 @@ def compile_model(
     notes += [f"config.json: {key} is not known and has no effect" for key in model.ignored_options]
     infos = readable(checkpoint)
     tactics = all_tactics()
+    dtype = config.dtype
+
+    def quant_of(recipe: Recipe) -> str:
+        return infer_quant(resolve_sources(recipe, checkpoint.source), infos)
+
     context = PassContext(
-        quant_of=lambda recipe: infer_quant(resolve_sources(recipe, checkpoint.source), infos),
+        quant_of=quant_of,
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
+        stored_quant=lambda recipe, dimensions: stored_quant(quant_of(recipe), dimensions, dtype),
         activations=config.activations,
         has_tactic=lambda spec: bool(supporting(spec, tactics)),
         modes=config.passes,
@@ -106,15 +111,9 @@ def compile_model(
             model, max_seq_len=config.max_seq_len, block_size=config.block_size, kv_dtype=config.kv_dtype
         )
     with clock("plan"):
-        recipes, dtype = model_recipes(model, checkpoint.source), config.dtype
-        ranks = {name: model.get_parameter(name).dim() for name in recipes}
-        context = replace(
-            context,
-            stored_quant=lambda name: stored_quant(infer_quant(recipes[name], infos), ranks[name], dtype),
-        )
         outcomes += run_graph_passes(PASSES, graph, context, explain)
         program = extract(graph)
-        sources = _sources(graph, program, recipes)
+        sources = _sources(graph, program, checkpoint.source)
         quants = {root: _quant(root, source, infos, config.dtype) for root, source in sources.items()}
         choice = choose(program.calls, quants, tactics, config.activations)
         dims = {"T": config.max_num_tokens, "B": config.max_batch_size, "N": config.max_num_tokens}
@@ -127,7 +126,7 @@ def compile_model(
         program=program,
         choice=choice,
         weights=tuple(_specs(plan, sources)),
-        recipes=_plain_recipes(plan, nn.collect_recipes(model)),
+        recipes=_plain_recipes(plan, graph.recipes),
         conditions=tuple(c for o in outcomes for c in o.conditions),
         passes=tuple(_pass_report(o, context.modes.get(o.name, "auto")) for o in outcomes),
         notes=tuple(notes),
@@ -142,7 +141,7 @@ def compile_model(
 Source = Recipe | npt.NDArray[np.float32]
 
 
-def _sources(graph: Graph, program: Program, recipes: Mapping[str, Recipe]) -> dict[Root, Source]:
+def _sources(graph: Graph, program: Program, source: Callable[[str], Recipe]) -> dict[Root, Source]:
     """How each weight and constant that some call uses is made."""
     found: dict[Root, Source] = {}
     for call in program.calls:
@@ -150,7 +149,7 @@ def _sources(graph: Graph, program: Program, recipes: Mapping[str, Recipe]) -> d
             if value is None or value.root.source is None or value.root in found:
                 continue
             if value.root.source.kind == "weight":
-                found[value.root] = recipes[value.root.name]
+                found[value.root] = resolve_sources(graph.recipes[value.root.name], source)
             elif value.root.source.kind == "constant":
                 found[value.root] = graph.constants[value.root.name].float().numpy()
     return found

@@ -6,17 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pelton.dtypes import BLOCK_TYPES, is_dense
-from pelton.ir.recipe import (
-    AddScalar,
-    Concat,
-    PermuteRows,
-    Recipe,
-    Rows,
-    Source,
-    Transpose,
-    add_scalar,
-    transpose,
-)
+from pelton.ir.recipe import Recipe
 from pelton.models.checkpoint import Checkpoint, TensorInfo
 
 
@@ -35,17 +25,4 @@ def resolve_sources(recipe: Recipe, source: Callable[[str], Recipe]) -> Recipe:
 
     What a model does and a file format undoes folds away exactly.
     """
-    match recipe:
-        case Source(name):
-            return source(name)
-        case Concat(parts):
-            return Concat(tuple(resolve_sources(part, source) for part in parts))
-        case Rows(base, start, stop):
-            return Rows(resolve_sources(base, source), start, stop)
-        case PermuteRows(base, heads, inner):
-            return PermuteRows(resolve_sources(base, source), heads, inner)
-        case AddScalar(base, value):
-            return add_scalar(resolve_sources(base, source), value)
-        case Transpose(base):
-            return transpose(resolve_sources(base, source))
-    raise AssertionError(f"unknown recipe {type(recipe).__name__}")
+    return recipe.resolve(source)

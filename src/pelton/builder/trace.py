@@ -143,7 +143,8 @@ def _graph(model: nn.CausalLM, step: _Step, sizes: Sizes) -> Graph:
             if value.is_meta:
                 _refuse(model, f"the buffer {what.name} has no values; give it some when it is made")
     module = fx.GraphModule(torch.nn.Module(), recorder.graph)
-    return Graph(module, inputs, {size: name for name, size in sizes.items()}, constants)
+    dims = {size: name for name, size in sizes.items()}
+    return Graph(module, inputs, dims, constants, nn.collect_recipes(model))
 
 
 def _reason(error: Exception) -> str:

@@ -14,8 +14,23 @@ import numpy.typing as npt
 
 from pelton.dtypes import is_dense
 from pelton.errors import CheckpointError
-from pelton.ir.recipe import AddScalar, Concat, PermuteRows, Recipe, Rows, Source, Transpose
-from pelton.ir.tensors import HostTensor, bf16_to_f32
+from pelton.ir.recipe import (
+    AddProduct,
+    AddScalar,
+    Columns,
+    Concat,
+    Full,
+    PadRows,
+    PermuteRows,
+    Recipe,
+    Rows,
+    Scale,
+    ScaleColumns,
+    Source,
+    Transpose,
+    is_power_of_two,
+)
+from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
 
 
 class TensorLike(Protocol):
@@ -30,9 +45,10 @@ class TensorLike(Protocol):
 def evaluate(recipe: Recipe, read: Callable[[str], HostTensor]) -> HostTensor:
     """The tensor that ``recipe`` describes; ``read`` gives checkpoint tensors by name.
 
-    float16 and bfloat16 values keep their type and bits except under ``AddScalar``, which gives
-    float32. Raises ``CheckpointError`` when a recipe needs dense values and the checkpoint holds
-    blocks. A ``Source`` alone returns what ``read`` returned: a view of the mapped file, not a copy.
+    float16 and bfloat16 values keep their type and bits except under arithmetic, which gives float32
+    (but for ``Scale`` by a power of two). Raises ``CheckpointError`` when a recipe needs dense values and
+    the checkpoint holds blocks. A ``Source`` alone returns what ``read`` returned: a view of the mapped
+    file, not a copy.
     """
     match recipe:
         case Source(name):
@@ -55,6 +71,31 @@ def evaluate(recipe: Recipe, read: Callable[[str], HostTensor]) -> HostTensor:
             _need_dense(tensor.quant, recipe, "added to")
             data = _float32(tensor) + np.float32(value)
             return HostTensor("float32", tensor.shape, data)
+        case PadRows(base, rows):
+            return _pad_rows(evaluate(base, read), rows)
+        case Columns(base, start, stop):
+            tensor = evaluate(base, read)
+            _need_dense(tensor.quant, recipe, "split by columns")
+            return HostTensor(tensor.quant, (tensor.shape[0], stop - start), tensor.data[:, start:stop])
+        case Scale(base, factor):
+            tensor = evaluate(base, read)
+            _need_dense(tensor.quant, recipe, "scaled")
+            scaled = HostTensor("float32", tensor.shape, _float32(tensor) * np.float32(factor))
+            return _narrow(scaled, tensor.quant) if is_power_of_two(factor) else scaled
+        case ScaleColumns(base, factors):
+            tensor, by_column = evaluate(base, read), evaluate(factors, read)
+            _need_dense(tensor.quant, base, "scaled")
+            _need_dense(by_column.quant, factors, "scaled with")
+            return HostTensor("float32", tensor.shape, _float32(tensor) * _float32(by_column))
+        case AddProduct(base, weight, vector):
+            matrix, by_column = evaluate(weight, read), evaluate(vector, read)
+            _need_dense(matrix.quant, weight, "multiplied")
+            product = _float32(matrix) @ _float32(by_column)
+            if base is not None:
+                product += _float32(evaluate(base, read))
+            return HostTensor("float32", product.shape, product)
+        case Full(size, value):
+            return HostTensor("float32", (size,), np.full(size, value, np.float32))
     raise AssertionError(f"unknown recipe {type(recipe).__name__}")
 
 
@@ -77,8 +118,16 @@ def infer_shape(recipe: Recipe, infos: Mapping[str, TensorLike]) -> tuple[int, .
             return (sum(shape[0] for shape in shapes), *shapes[0][1:])
         case Rows(base, start, stop):
             return (stop - start, *infer_shape(base, infos)[1:])
-        case PermuteRows(base) | AddScalar(base):
+        case PermuteRows(base) | AddScalar(base) | Scale(base) | ScaleColumns(base):
             return infer_shape(base, infos)
+        case PadRows(base, rows):
+            return (rows, *infer_shape(base, infos)[1:])
+        case Columns(base, start, stop):
+            return (infer_shape(base, infos)[0], stop - start)
+        case AddProduct(_, weight):
+            return infer_shape(weight, infos)[:1]
+        case Full(size):
+            return (size,)
         case Transpose(base):
             return infer_shape(base, infos)[::-1]
     raise AssertionError(f"unknown recipe {type(recipe).__name__}")
@@ -93,8 +142,24 @@ def infer_quant(recipe: Recipe, infos: Mapping[str, TensorLike]) -> str:
             quants = {infer_quant(part, infos) for part in parts}
             assert len(quants) == 1, f"concat of different value types {sorted(quants)}"
             return quants.pop()
-        case Rows(base) | PermuteRows(base):
+        case Rows(base) | PadRows(base) | PermuteRows(base):
             return infer_quant(base, infos)
+        case Columns(base):
+            quant = infer_quant(base, infos)
+            _need_dense(quant, recipe, "split by columns")
+            return quant
+        case Scale(base, factor):
+            quant = infer_quant(base, infos)
+            _need_dense(quant, recipe, "scaled")
+            return quant if is_power_of_two(factor) else "float32"
+        case ScaleColumns(base):
+            _need_dense(infer_quant(base, infos), base, "scaled")
+            return "float32"
+        case AddProduct(_, weight):
+            _need_dense(infer_quant(weight, infos), weight, "multiplied")
+            return "float32"
+        case Full():
+            return "float32"
         case Transpose(base):
             quant = infer_quant(base, infos)
             _need_dense(quant, recipe, "transposed")
@@ -110,6 +175,21 @@ def _concat(parts: list[HostTensor]) -> HostTensor:
     assert len(quants) == 1, f"concat of different value types {sorted(quants)}"
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     return HostTensor(quants.pop(), shape, np.concatenate([part.data for part in parts]))
+
+
+def _pad_rows(tensor: HostTensor, rows: int) -> HostTensor:
+    """A row of a block type that is all zero bytes is a row of zeros: its scales are."""
+    missing = rows - tensor.shape[0]
+    assert missing >= 0, f"{rows} rows of {tensor.shape}"
+    zeros = np.zeros((missing, *tensor.data.shape[1:]), tensor.data.dtype)
+    return HostTensor(tensor.quant, (rows, *tensor.shape[1:]), np.concatenate([tensor.data, zeros]))
+
+
+def _narrow(tensor: HostTensor, quant: str) -> HostTensor:
+    values = np.asarray(tensor.data, np.float32)
+    if quant == "bfloat16":
+        return HostTensor(quant, tensor.shape, f32_to_bf16(values))
+    return HostTensor(quant, tensor.shape, values.astype(quant))
 
 
 def _need_dense(quant: str, recipe: Recipe, verb: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from pelton.ir.op import Op, get_op
+from pelton.ir.recipe import Recipe
 from pelton.ir.types import Dim, GraphInput, TensorType
 
 
@@ -25,7 +26,8 @@ class Graph:
     ``module``: its ``graph`` is what passes rewrite. ``inputs``: what each placeholder is, by node
     name, in the order of ``run``'s arguments. ``dims``: the size that stands for each dynamic dimension
     in ``meta["val"]`` -> its name; each is a prime above every size of the model.
-    ``constants``: values of the inputs of kind "constant", by name.
+    ``constants``: values of the inputs of kind "constant", by name. ``recipes``: how each weight is made
+    of the Hugging Face model's tensors, by name; passes may replace one.
     """
 
     def __init__(
@@ -34,11 +36,13 @@ class Graph:
         inputs: Mapping[str, GraphInput],
         dims: Mapping[int, str],
         constants: Mapping[str, torch.Tensor],
+        recipes: Mapping[str, Recipe],
     ) -> None:
         self.module = module
         self.inputs = dict(inputs)
         self.dims = dict(dims)
         self.constants = dict(constants)
+        self.recipes = dict(recipes)
         self.inferred: dict[Any, list[tuple[Any, Any]]] = {}
         """What shape rules gave, by op and types of arguments: the verifier's memory."""
         self._smallest_dynamic = min(self.dims)
@@ -102,6 +106,24 @@ class Graph:
             strides=tuple(int(s) for s in value.stride()),
             offset=int(value.storage_offset()),
         )
+
+    def insert_constant(self, name: str, values: torch.Tensor) -> fx.Node:
+        """A new input of kind "constant" with ``values`` (of fixed shape)."""
+        self.constants[name] = values
+        return self._insert_input(GraphInput(kind="constant", name=name), values)
+
+    def insert_weight(self, name: str, recipe: Recipe, like: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        """A new weight, made by ``recipe`` over checkpoint tensors, of the type of the weight ``like``."""
+        assert name not in self.weights(), name
+        self.recipes[name] = recipe
+        return self._insert_input(GraphInput(kind="weight", name=name), like.meta["val"].new_empty(shape))
+
+    def _insert_input(self, what: GraphInput, value: torch.Tensor) -> fx.Node:
+        with self.fx_graph.inserting_before(self.nodes[0]):
+            node = self.fx_graph.placeholder(what.name.replace(".", "_"))
+        node.meta = {"val": value.to("meta"), "where": ""}
+        self.inputs[node.name] = what
+        return node
 
     def insert_call(self, name: str, args: tuple[Any, ...], *, like: fx.Node, before: fx.Node) -> fx.Node:
         """A new call of the Pelton op ``name`` before ``before``; made in the module that made ``like``."""

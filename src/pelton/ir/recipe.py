@@ -1,25 +1,50 @@
 """Weight recipes: how an engine weight is made from checkpoint tensors.
 
 A recipe is a small immutable expression over checkpoint tensor names. It is built while modules
-are constructed and rewritten by model passes, and evaluated only while weights are streamed, one
-at a time, so rewriting costs no memory. Row operations (``Concat`` along dim 0, ``Rows``,
+are constructed and rewritten by passes, and evaluated only while weights are streamed, one at a
+time, so rewriting costs no memory. Row operations (``Concat`` along dim 0, ``Rows``, ``PadRows``,
 ``PermuteRows``) also apply to block-quantised tensors, where they are exact because blocks never
 cross a row; the others need dense tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Base class; see the concrete recipes below."""
 
+    def bases(self) -> tuple[Recipe, ...]:
+        """The recipes that this one is made of, in the order of its fields."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return tuple(
+            r for v in values for r in (v if isinstance(v, tuple) else (v,)) if isinstance(r, Recipe)
+        )
+
+    def over(self, *bases: Recipe) -> Recipe:
+        """The same of other ``bases``; what cancels with them is folded away."""
+        changed: dict[str, object] = {}
+        rest = iter(bases)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Recipe):
+                changed[field.name] = next(rest)
+            elif isinstance(value, tuple) and value and isinstance(value[0], Recipe):
+                changed[field.name] = tuple(next(rest) for _ in value)
+        return replace(self, **changed)  # type: ignore[arg-type]
+
     def sources(self) -> Iterator[str]:
         """Names of the checkpoint tensors this recipe reads, in order."""
-        raise NotImplementedError
+        for base in self.bases():
+            yield from base.sources()
+
+    def resolve(self, source: Callable[[str], Recipe]) -> Recipe:
+        """The same with every source replaced by the recipe that ``source`` gives for its name."""
+        return self.over(*(base.resolve(source) for base in self.bases()))
 
 
 @dataclass(frozen=True)
@@ -31,16 +56,15 @@ class Source(Recipe):
     def sources(self) -> Iterator[str]:
         yield self.name
 
+    def resolve(self, source: Callable[[str], Recipe]) -> Recipe:
+        return source(self.name)
+
 
 @dataclass(frozen=True)
 class Concat(Recipe):
     """The parts stacked along dim 0 (output rows of a linear layer)."""
 
     parts: tuple[Recipe, ...]
-
-    def sources(self) -> Iterator[str]:
-        for part in self.parts:
-            yield from part.sources()
 
 
 @dataclass(frozen=True)
@@ -51,8 +75,22 @@ class Rows(Recipe):
     start: int
     stop: int
 
-    def sources(self) -> Iterator[str]:
-        yield from self.base.sources()
+
+@dataclass(frozen=True)
+class PadRows(Recipe):
+    """``base`` with rows of zeros after its own, ``rows`` in all."""
+
+    base: Recipe
+    rows: int
+
+
+@dataclass(frozen=True)
+class Columns(Recipe):
+    """Columns ``start:stop`` of a dense 2-D ``base``."""
+
+    base: Recipe
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -69,9 +107,6 @@ class PermuteRows(Recipe):
     inner: int
     """Number of rows each head's inner axis has in ``base`` (the faster one)."""
 
-    def sources(self) -> Iterator[str]:
-        yield from self.base.sources()
-
 
 @dataclass(frozen=True)
 class Transpose(Recipe):
@@ -79,8 +114,8 @@ class Transpose(Recipe):
 
     base: Recipe
 
-    def sources(self) -> Iterator[str]:
-        yield from self.base.sources()
+    def over(self, *bases: Recipe) -> Recipe:
+        return transpose(*bases)
 
 
 @dataclass(frozen=True)
@@ -90,8 +125,52 @@ class AddScalar(Recipe):
     base: Recipe
     value: float
 
-    def sources(self) -> Iterator[str]:
-        yield from self.base.sources()
+    def over(self, *bases: Recipe) -> Recipe:
+        return add_scalar(*bases, self.value)
+
+
+@dataclass(frozen=True)
+class Scale(Recipe):
+    """A dense ``base`` times a number: in its own type where that is exact (``is_power_of_two``), else in
+    float32."""
+
+    base: Recipe
+    factor: float
+
+
+@dataclass(frozen=True)
+class ScaleColumns(Recipe):
+    """A dense 2-D ``base``, column j times element j of the dense vector ``factors``, in float32."""
+
+    base: Recipe
+    factors: Recipe
+
+
+@dataclass(frozen=True)
+class AddProduct(Recipe):
+    """``base + weight @ vector`` of dense tensors in float32: a bias that takes in what stood before the
+    product. ``base`` None: zeros."""
+
+    base: Recipe | None
+    weight: Recipe
+    vector: Recipe
+
+    def over(self, *bases: Recipe) -> Recipe:
+        return AddProduct(None, *bases) if self.base is None else AddProduct(*bases)
+
+
+@dataclass(frozen=True)
+class Full(Recipe):
+    """A vector of ``size`` equal values, float32, from no tensor at all."""
+
+    size: int
+    value: float
+
+
+def is_power_of_two(factor: float) -> bool:
+    """Whether a product with ``factor`` only changes exponents, so that no bit of a value is lost (but by
+    overflow or underflow)."""
+    return factor != 0 and math.isfinite(factor) and abs(math.frexp(factor)[0]) == 0.5
 
 
 def add_scalar(base: Recipe, value: float) -> Recipe:
@@ -105,3 +184,15 @@ def add_scalar(base: Recipe, value: float) -> Recipe:
 def transpose(base: Recipe) -> Recipe:
     """``Transpose``; twice gives ``base`` back, so that it costs nothing and works on blocks."""
     return base.base if isinstance(base, Transpose) else Transpose(base)
+
+
+def rows(base: Recipe, start: int, stop: int) -> Recipe:
+    """``Rows``, taken as early as possible, so that evaluating it reads no more than it must."""
+    match base:
+        case Rows(inner, first, _):
+            return rows(inner, first + start, first + stop)
+        case AddScalar(inner, value):
+            return AddScalar(rows(inner, start, stop), value)
+        case Scale(inner, factor):
+            return Scale(rows(inner, start, stop), factor)
+    return Rows(base, start, stop)

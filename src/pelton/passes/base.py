@@ -36,8 +36,8 @@ class PassContext:
     """Value type (dense dtype or block type) of what a recipe gives, as the checkpoint stores it."""
     read: Callable[[Recipe], HostTensor] = _no_values
     """Evaluates a recipe now. Read only what must be known, in pieces (``Rows``): memory is bounded."""
-    stored_quant: Callable[[str], str] = lambda name: "float32"
-    """Value type in which the engine stores the weight of that name (graph passes)."""
+    stored_quant: Callable[[Recipe, int], str] = lambda recipe, dimensions: "float32"
+    """Value type in which the engine stores what a recipe gives, a weight of so many dimensions."""
     activations: str = "float32"
     """Input precision of block-quantised products: float32 or int8."""
     mapping: Mapping = ALONE
@@ -74,7 +74,9 @@ class PassContext:
         described = graph.inputs.get(node.name)
         if described is None or described.kind not in ("weight", "constant"):
             return TensorSpec(dtype=kind.dtype, shape=kind.shape)
-        quant = self.stored_quant(described.name) if described.kind == "weight" else "float32"
+        if described.kind == "constant":
+            return TensorSpec.of_weight("float32", kind.shape)
+        quant = self.stored_quant(graph.recipes[described.name], len(kind.shape))
         return TensorSpec.of_weight(quant, kind.shape)
 
 
