@@ -194,15 +194,15 @@ def test_a_failed_rebuild_keeps_the_engine(tmp_path: Path) -> None:
 def test_a_wrong_engine_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect of streaming: one row of one weight is written wrongly."""
 
-    materialise = weights.materialise
+    unpacked = weights.unpacked
 
     def defective(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[HostTensor, str]:
-        tensor, note = materialise(spec, read)
+        tensor, note = unpacked(spec, read)
         if spec.name == "model.layers.1.self_attn.qkv_proj.weight":
             tensor.data[70] *= np.float32(1.5)
         return tensor, note
 
-    monkeypatch.setattr(weights, "materialise", defective)
+    monkeypatch.setattr(weights, "unpacked", defective)
     with pytest.raises(BuildError, match=r"logits differ from the model's: max_error .* is beyond 1e-04"):
         build(RandomCheckpoint(TINY_LLAMA), SMALL, output=tmp_path / "e")
     assert leftovers(tmp_path) == []

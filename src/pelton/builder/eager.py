@@ -1,11 +1,12 @@
-"""The eager reference model with its weights streamed: layer by layer, loaded, run, freed.
+"""The eager reference model with its weights streamed: loaded where they are used, a piece at a time.
 
-So an engine can be checked against its model without ever holding the model.
+So an engine can be checked against its model without ever holding the model, or even its embedding table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,18 @@ from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor
+from pelton.nn import functional as F
+
+#: Weights multiplied at a time.
+_PIECE = 1 << 23
 
 
 class EagerReference:
     """Runs a model made on the meta device, in float32, on checkpoint weights.
 
-    Weights are loaded when the module that holds them runs and freed after it: a decoder layer as a
-    whole, every other module by itself. KV caches have ``num_blocks`` blocks of the engine's type.
+    Projections are computed some rows at a time, of a table the rows of the step's tokens are read, and
+    other modules' own weights are loaded when they run and freed after it. KV caches have ``num_blocks``
+    blocks of the engine's type.
     """
 
     def __init__(
@@ -42,10 +48,15 @@ class EagerReference:
         self._recipes = recipes
         self._read = read
         self._names = {id(p): name for name, p in model.named_parameters()}
-        for module in _groups(model):
-            module.register_forward_pre_hook(self._load)
-            module.register_forward_hook(self._free)
-        self._meta: list[tuple[torch.nn.Module, str, Any]] = []
+        for module in model.modules():
+            if type(module).forward is nn.Linear.forward:
+                module.forward = partial(self._linear, module)  # type: ignore[method-assign]
+            elif type(module).forward is nn.Embedding.forward:
+                module.forward = partial(self._embedding, module)  # type: ignore[method-assign]
+            elif any(p is not None for p in module._parameters.values()):
+                module.register_forward_pre_hook(self._load)
+                module.register_forward_hook(self._free)
+        self._meta: dict[torch.nn.Module, dict[str, Any]] = {}
         self._k: list[Any] = []
         self._v: list[Any] = []
         build = config.build
@@ -75,26 +86,47 @@ class EagerReference:
         result: np.ndarray[Any, np.dtype[np.float32]] = logits.numpy()
         return result
 
+    def _evaluate(self, parameter: Any) -> HostTensor:
+        """The parameter's values as the checkpoint has them: a view of the file where possible."""
+        name = self._names[id(parameter)]
+        tensor = evaluate(self._recipes[name], self._read)
+        if tensor.shape != tuple(parameter.shape):
+            raise BuildError(f"{name} has shape {tensor.shape}, the model {tuple(parameter.shape)}")
+        return tensor
+
+    def _values(self, parameter: Any) -> Any:
+        return torch.from_numpy(_float32(self._evaluate(parameter)))
+
+    def _linear(self, module: Any, x_TD: Any) -> Any:
+        weight = self._evaluate(module.weight)
+        bias = None if module.bias is None else self._values(module.bias)
+        step = max(1, _PIECE // module.in_features)
+        parts = []
+        for start in range(0, module.out_features, step):
+            rows = slice(start, start + step)
+            piece = torch.from_numpy(_float32(_rows(weight, rows)))
+            parts.append(F.linear(x_TD, piece, None if bias is None else bias[rows]))
+        return torch.cat(parts, dim=-1)
+
+    def _embedding(self, module: Any, ids_T: Any) -> Any:
+        ids, places = np.unique(ids_T.numpy(), return_inverse=True)
+        table = torch.from_numpy(_float32(_rows(self._evaluate(module.weight), ids)))
+        return F.embedding(torch.from_numpy(places.astype(np.int32)), table)
+
     def _load(self, module: torch.nn.Module, _: Any) -> None:
-        for owner in _owners(module):
-            for name, parameter in owner._parameters.items():
-                if parameter is None or not parameter.is_meta:
-                    continue
-                full_name = self._names[id(parameter)]
-                values = torch.from_numpy(_float32(evaluate(self._recipes[full_name], self._read)))
-                if values.shape != parameter.shape:
-                    raise BuildError(
-                        f"{full_name} has shape {tuple(values.shape)}, the model {tuple(parameter.shape)}"
-                    )
-                owner._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
-                self._meta.append((owner, name, parameter))
+        self._meta[module] = dict(module._parameters)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                values = self._values(parameter)
+                module._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
 
     def _free(self, module: torch.nn.Module, *_: Any) -> None:
-        owners = set(_owners(module))
-        for owner, name, parameter in self._meta:
-            if owner in owners:
-                owner._parameters[name] = parameter
-        self._meta = [entry for entry in self._meta if entry[0] not in owners]
+        module._parameters.update(self._meta.pop(module))
+
+
+def _rows(tensor: HostTensor, which: Any) -> HostTensor:
+    data = tensor.data[which]
+    return HostTensor(tensor.quant, (len(data), *tensor.shape[1:]), data)
 
 
 def _float32(tensor: HostTensor) -> npt.NDArray[np.float32]:
@@ -103,17 +135,3 @@ def _float32(tensor: HostTensor) -> npt.NDArray[np.float32]:
         return dequantize(tensor)
     values: npt.NDArray[np.float32] = convert(tensor, "float32").data  # type: ignore[assignment]
     return values if values.flags.writeable else values.copy()
-
-
-def _groups(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules whose weights are loaded together: members of module lists, and other owners."""
-    layers = [m for lst in model.modules() if isinstance(lst, torch.nn.ModuleList) for m in lst]
-    inside = {inner for layer in layers for inner in layer.modules()}
-    others = [
-        m for m in model.modules() if m not in inside and any(p is not None for p in m._parameters.values())
-    ]
-    return [*layers, *others]
-
-
-def _owners(module: torch.nn.Module) -> list[torch.nn.Module]:
-    return [m for m in module.modules() if m._parameters]

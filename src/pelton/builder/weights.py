@@ -1,13 +1,18 @@
-"""Streams weights from the checkpoint into the engine, one at a time.
+"""Streams weights from the checkpoint into the engine, some rows at a time.
 
-read (a view of the mapped file) -> recipe -> element type -> layout -> shard. Nothing is kept, so
-the peak is one weight and its packed copy, whatever the model's size.
+read (a view of the mapped file) -> recipe -> rows -> element type -> layout -> shard. Nothing is kept: the
+peak is what a weight's recipe copies (nothing, where it is one tensor of the file) and a few pieces, whatever
+the size of the model or of its largest tensor. Pieces are made in threads, since numpy lets go of the lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +26,12 @@ from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
 from pelton.kernels.layouts import LAYOUTS
-from pelton.models.checkpoint import assert_finite
+from pelton.models.checkpoint import assert_finite, count_non_finite
 from pelton.quant.repack import repack
 
-#: Values converted at a time, so that temporaries stay small.
+#: Values made at a time, so that temporaries stay small.
 _CHUNK = 1 << 22
+_THREADS = 2
 
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -95,44 +101,92 @@ def write_weights(
     metas = [spec.meta for spec in specs]
     total, done = sum(meta.nbytes for meta in metas), 0
     notes: dict[str, list[str]] = {}
-    with ShardWriter(folder, metas) as writer:
+    with ShardWriter(folder, metas) as writer, ThreadPoolExecutor(_THREADS) as pool:
         for spec, meta in zip(specs, metas, strict=True):
-            data, note = pack_weight(spec, read)
+            pieces, note = pack_weight(spec, read)
             if note:
                 notes.setdefault(note, []).append(spec.name)
-            writer.write(spec.name, data)
-            del data
+            writer.write(spec.name, _ahead(pool, pieces))
             done += meta.nbytes
             progress("weights", done, total)
     return writer.files, [_summary(note, names) for note, names in notes.items()]
 
 
-def pack_weight(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[npt.NDArray[np.uint8], str]:
-    """The weight's bytes as the engine stores them, and ``materialise``'s note."""
+Bytes = npt.NDArray[np.uint8]
+
+
+def pack_weight(
+    spec: WeightSpec, read: Callable[[str], HostTensor]
+) -> tuple[Iterator[Callable[[], Bytes]], str]:
+    """Makers of the bytes that the engine stores, in order, and a note on what was changed ("": nothing)."""
     if isinstance(spec.source, Packed):
-        return spec.source.data, ""
-    tensor, note = materialise(spec, read)
-    return LAYOUTS[spec.layout].pack(tensor), note
+        data = spec.source.data
+        return iter([lambda: data]), ""
+    layout = LAYOUTS[spec.layout]
+    tensor, note = unpacked(spec, read)
+
+    def piece(start: int, stop: int) -> Bytes:
+        rows = HostTensor(tensor.quant, (stop - start, *spec.shape[1:]), tensor.data[start:stop])
+        return layout.pack(_stored(rows, spec, read))
+
+    return (partial(piece, *bounds) for bounds in _bounds(spec.shape, layout.panel_rows)), note
 
 
-def materialise(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[HostTensor, str]:
-    """The tensor in its stored type, unpacked, and a note on what was changed ("" if nothing)."""
+def unpacked(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[HostTensor, str]:
+    """What the weight's recipe gives, block types without native kernels requantised, and a note."""
     if isinstance(spec.source, np.ndarray):
         return HostTensor("float32", spec.shape, np.ascontiguousarray(spec.source, np.float32)), ""
     assert isinstance(spec.source, Recipe)
     tensor = evaluate(spec.source, read)
-    for name in spec.source.sources():
-        assert_finite(read(name), name)
     if tensor.shape != spec.shape:
         raise BuildError(f"{spec.name} has shape {tensor.shape}, and the plan expects {spec.shape}")
-    if tensor.dense:
-        converted = convert(tensor, spec.quant)
-        if converted.quant == "float16" and not np.isfinite(converted.data).all():
-            raise ConfigError(f"{spec.name} has values beyond float16's range; use dtype bfloat16 or float32")
-        return converted, ""
+    if tensor.dense or tensor.quant == spec.quant:
+        return tensor, ""
+    _assert_finite(tensor, spec, read)
     repacked, note = repack(tensor)
     assert repacked.quant == spec.quant, f"{spec.name}: {repacked.quant} instead of {spec.quant}"
     return repacked, note
+
+
+def _stored(rows: HostTensor, spec: WeightSpec, read: Callable[[str], HostTensor]) -> HostTensor:
+    """Some rows in the type that the engine stores."""
+    _assert_finite(rows, spec, read)
+    if not rows.dense:
+        return rows
+    converted = convert(rows, spec.quant)
+    if converted.quant == "float16" and not np.isfinite(converted.data).all():
+        raise ConfigError(f"{spec.name} has values beyond float16's range; use dtype bfloat16 or float32")
+    return converted
+
+
+def _assert_finite(tensor: HostTensor, spec: WeightSpec, read: Callable[[str], HostTensor]) -> None:
+    """Raise ``CheckpointError`` for a NaN or infinite value, naming the checkpoint's tensor."""
+    if count_non_finite(tensor):
+        sources = spec.source.sources() if isinstance(spec.source, Recipe) else ()
+        for name in sources:
+            assert_finite(read(name), name)
+        assert_finite(tensor, spec.name)
+
+
+def _bounds(shape: tuple[int, ...], panel_rows: int) -> Iterator[tuple[int, int]]:
+    """Row ranges of about ``_CHUNK`` values, whole panels each."""
+    rows = shape[0] if shape else 1
+    step = max(1, _CHUNK // max(1, math.prod(shape[1:])) // panel_rows) * panel_rows
+    if len(shape) != 2:
+        step = rows
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
+
+
+def _ahead(pool: ThreadPoolExecutor, makers: Iterable[Callable[[], Bytes]]) -> Iterator[Bytes]:
+    """What ``makers`` make, in order, a few of them at work while one is taken."""
+    working: deque[Future[Bytes]] = deque()
+    for make in makers:
+        working.append(pool.submit(make))
+        if len(working) > _THREADS:
+            yield working.popleft().result()
+    while working:
+        yield working.popleft().result()
 
 
 def convert(tensor: HostTensor, dtype: str) -> HostTensor:
@@ -145,7 +199,8 @@ def convert(tensor: HostTensor, dtype: str) -> HostTensor:
     for start in range(0, flat.size, _CHUNK):
         part = flat[start : start + _CHUNK]
         wide = bf16_to_f32(part) if tensor.quant == "bfloat16" else part.astype(np.float32)
-        out[start : start + _CHUNK] = f32_to_bf16(wide) if dtype == "bfloat16" else wide
+        with np.errstate(over="ignore"):  # float16's range is checked afterwards
+            out[start : start + _CHUNK] = f32_to_bf16(wide) if dtype == "bfloat16" else wide
     return HostTensor(dtype, tensor.shape, out.reshape(tensor.shape))
 
 

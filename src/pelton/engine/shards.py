@@ -67,16 +67,19 @@ class ShardWriter:
         self.files: list[tuple[Path, int, str]] = []
         folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, name: str, data: Bytes) -> None:
-        """Append the next tensor; ``data`` is its uint8 bytes, exactly as long as announced."""
+    def write(self, name: str, data: Bytes | Iterable[Bytes]) -> None:
+        """Append the next tensor; ``data`` is its uint8 bytes, whole or in pieces, exactly as many as
+        announced."""
         if not self._pending:
             self._open_next()
         meta = self._pending.pop(0)
         assert meta.name == name, f"expected {meta.name}, got {name}"
-        assert data.dtype == np.uint8 and data.nbytes == meta.nbytes, (
-            f"{name}: announced {meta.nbytes} bytes, got {data.nbytes}"
-        )
-        self._put(np.ascontiguousarray(data).reshape(-1).data)
+        nbytes = 0
+        for piece in (data,) if isinstance(data, np.ndarray) else data:
+            assert piece.dtype == np.uint8
+            self._put(np.ascontiguousarray(piece).reshape(-1).data)
+            nbytes += piece.nbytes
+        assert nbytes == meta.nbytes, f"{name}: announced {meta.nbytes} bytes, got {nbytes}"
         self._put(memoryview(bytes(align(meta.nbytes) - meta.nbytes)))
         if not self._pending:
             self._finish()

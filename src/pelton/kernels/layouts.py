@@ -51,6 +51,8 @@ class Layout(Protocol):
     """One arrangement of a weight's bytes. ``shape`` is the logical (rows, cols) of its values."""
 
     name: str
+    panel_rows: int
+    """Rows that are packed together: a weight may be packed in pieces of whole panels, one after another."""
 
     def nbytes(self, quant: str, shape: Shape) -> int:
         """Bytes of a packed weight."""
@@ -101,6 +103,7 @@ class RowsLayout:
     """``rows``: the checkpoint's own order."""
 
     name = "rows"
+    panel_rows = 1
 
     def nbytes(self, quant: str, shape: Shape) -> int:
         rows, cols = _matrix(shape)
@@ -209,6 +212,7 @@ class X16Layout:
     """``x16``: 16 rows interleaved (see the module's text)."""
 
     name = "x16"
+    panel_rows = PANEL_ROWS
 
     #: By block type: scale fields as (element type, count per block), words per 32 columns of quants.
     _FIELDS: dict[str, tuple[list[tuple[str, int]], list[int]]] = {  # noqa: RUF012

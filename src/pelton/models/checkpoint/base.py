@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from pelton.dtypes import is_dense
 from pelton.errors import CheckpointError
 from pelton.ir.blocks import blocks_view
 from pelton.ir.evaluate import infer_shape
@@ -94,6 +96,9 @@ class Checkpoint(ABC):
             digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
         return digest.hexdigest()
 
+
+#: Values looked at at a time.
+_CHUNK = 1 << 22
 
 #: Tensors that some checkpoints carry although no model reads them: buffers that are recomputed.
 HARMLESS = (
@@ -187,7 +192,7 @@ def check_tensors(
 
 def assert_finite(tensor: HostTensor, name: str) -> None:
     """Raise ``CheckpointError`` naming the tensor when a value (or a block's scale) is NaN or infinite."""
-    bad = _count_non_finite(tensor)
+    bad = count_non_finite(tensor)
     if bad:
         what = "values" if tensor.dense else "block scales"
         raise CheckpointError(
@@ -196,15 +201,23 @@ def assert_finite(tensor: HostTensor, name: str) -> None:
         )
 
 
-def _count_non_finite(tensor: HostTensor) -> int:
-    if tensor.dense:
-        if tensor.quant in ("float32", "float16"):
-            return int(tensor.data.size - np.isfinite(tensor.data).sum())
-        if tensor.quant == "bfloat16":
-            exponent = tensor.data.view(np.uint16) & 0x7F80
-            return int((exponent == 0x7F80).sum())
+def count_non_finite(tensor: HostTensor) -> int:
+    """How many values, or scales of blocks, are NaN or infinite; a few MB of temporaries."""
+    flat = tensor.data.reshape(-1) if tensor.dense else tensor.data
+    step = _CHUNK if tensor.dense else max(1, _CHUNK // max(1, flat.shape[-1]))
+    parts = (flat[start : start + step] for start in range(0, len(flat), step))
+    return sum(_count_non_finite(part, tensor.quant) for part in parts)
+
+
+def _count_non_finite(data: npt.NDArray[Any], quant: str) -> int:
+    if quant in ("float32", "float16"):
+        return int(data.size - np.isfinite(data).sum())
+    if quant == "bfloat16":
+        exponent = data.view(np.uint16) & 0x7F80
+        return int((exponent == 0x7F80).sum())
+    if is_dense(quant):
         return 0
-    blocks = blocks_view(tensor.data, tensor.quant)
+    blocks = blocks_view(data, quant)
     names = blocks.dtype.names or ()
     return sum(int((blocks[n] & 0x7C00 == 0x7C00).sum()) for n in ("d", "m", "dmin") if n in names)
 
@@ -213,9 +226,14 @@ def _tied_note(checkpoint: Checkpoint, head: str, embedding: str) -> str:
     """Say whether a head that the config ties to the embedding repeats it or differs."""
     if embedding in checkpoint.tensors:
         a, b = checkpoint.read(head), checkpoint.read(embedding)
-        if a.quant == b.quant and a.shape == b.shape and a.data.tobytes() == b.data.tobytes():
+        if a.quant == b.quant and a.shape == b.shape and _same_bytes(a.data, b.data):
             return f"{head} repeats the tied {embedding}: one copy is used"
     return f"{head} differs from {embedding}, to which the config ties it: the embedding is used"
+
+
+def _same_bytes(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
+    """Row by row, since both are as large as a vocabulary."""
+    return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -1,0 +1,76 @@
+"""Weights are made in pieces, and the pieces are the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pelton.builder import eager, weights
+from pelton.builder.build import build
+from pelton.builder.weights import WeightSpec, pack_weight
+from pelton.dtypes import NATIVE_BLOCK_TYPES
+from pelton.engine.artifact import open_engine
+from pelton.engine.config import BuildConfig
+from pelton.errors import CheckpointError, ConfigError
+from pelton.ir.block_encoder import quantize
+from pelton.ir.recipe import Concat, Rows, Source
+from pelton.ir.tensors import HostTensor, f32_to_bf16
+from pelton.kernels.layouts import LAYOUTS
+from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
+
+VALUES = np.random.default_rng(0).standard_normal((83, 256), dtype=np.float32)
+TENSORS = {
+    "float32": HostTensor("float32", VALUES.shape, VALUES),
+    "bfloat16": HostTensor("bfloat16", VALUES.shape, f32_to_bf16(VALUES)),
+    **{quant: quantize(VALUES, quant) for quant in NATIVE_BLOCK_TYPES},
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_CHUNK", 20 * 256)
+    monkeypatch.setattr(eager, "_PIECE", 7 * 64)
+
+
+@pytest.mark.parametrize("layout", ["rows", "x16"])
+@pytest.mark.parametrize("quant", TENSORS)
+def test_pieces_are_the_packed_weight(layout: str, quant: str) -> None:
+    spec = WeightSpec(name="w", source=Source("w"), quant=quant, layout=layout, shape=VALUES.shape)
+    makers, note = pack_weight(spec, lambda name: TENSORS[quant])
+    pieces = [make() for make in makers]
+    assert len(pieces) > 4 and note == ""
+    np.testing.assert_array_equal(np.concatenate(pieces), LAYOUTS[layout].pack(TENSORS[quant]))
+
+
+def test_a_value_that_is_not_finite_is_found_in_any_piece_and_named_by_its_tensor() -> None:
+    bad = VALUES.copy()
+    bad[80, 3] = np.nan
+    tensors = {"good": TENSORS["float32"], "bad": HostTensor("float32", bad.shape, bad)}
+    recipe = Concat((Source("good"), Rows(Source("bad"), 16, 83)))
+    spec = WeightSpec(name="w", source=recipe, quant="bfloat16", layout="x16", shape=(150, 256))
+    makers, _ = pack_weight(spec, tensors.__getitem__)
+    with pytest.raises(CheckpointError, match="tensor bad has 1 NaN or infinite values"):
+        [make() for make in makers]
+
+
+def test_float16_overflow_is_found_in_any_piece() -> None:
+    large = VALUES.copy()
+    large[70, 0] = 1e6
+    spec = WeightSpec(name="w", source=Source("w"), quant="float16", layout="rows", shape=large.shape)
+    makers, _ = pack_weight(spec, lambda name: HostTensor("float32", large.shape, large))
+    with pytest.raises(ConfigError, match="w has values beyond float16's range"):
+        [make() for make in makers]
+
+
+def test_an_engine_of_pieces_is_checked_against_a_reference_of_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary and widths that no piece divides; the same bytes as made whole."""
+    config = BuildConfig(max_batch_size=2, max_seq_len=48, max_num_tokens=24)
+    report = build(RandomCheckpoint(TINY_LLAMA), config, output=tmp_path / "pieces")
+    assert report.quality is not None and report.quality.max_error < 1e-5
+    monkeypatch.setattr(weights, "_CHUNK", 1 << 22)
+    build(RandomCheckpoint(TINY_LLAMA), config, output=tmp_path / "whole")
+    assert open_engine(tmp_path / "pieces").engine_id == open_engine(tmp_path / "whole").engine_id
