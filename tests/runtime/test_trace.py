@@ -13,7 +13,7 @@ import pytest
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.executor import Executor
 from pelton.runtime.scheduler import SchedulerOutput
-from pelton.runtime.trace import Aborted, Added, Event, Stepped, TraceWriter, read_trace
+from pelton.runtime.trace import Aborted, Added, Event, Recomputed, Stepped, TraceWriter, read_trace
 from tests.runtime.fakes import FakeSession, fake_config
 from tests.runtime.test_executor import make_request
 
@@ -82,6 +82,8 @@ class Replayer(TraceWriter):
                 self.executor.add(msgspec.structs.replace(event.request, sampling=greedy))
             elif isinstance(event, Aborted):
                 self.executor.abort(event.request_id)
+            elif isinstance(event, Recomputed):
+                self.executor.recompute_all()
             else:
                 self._stream.truncate(0)
                 self._stream.seek(0)

@@ -106,7 +106,7 @@ def write_fake_engine(folder: Path, *, chat_template: bool = True) -> Path:
     )
     _write(folder / "plan.json", plan)
     (folder / "report.json").write_text('{"checkpoint": "fake", "notes": ["nothing was built"]}')
-    _write_tokenizer(folder / "tokenizer", chat_template)
+    write_tokenizer(folder / "tokenizer", chat_template)
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -126,10 +126,11 @@ def _write(path: Path, value: msgspec.Struct) -> None:
     path.write_bytes(msgspec.json.encode(value))
 
 
-def _write_tokenizer(folder: Path, chat_template: bool) -> None:
+def write_tokenizer(folder: Path, chat_template: bool) -> None:
+    """A token a byte, and ``SPECIAL``."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     chars = {byte: chr(byte) for byte in kept}
     chars.update({byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in chars)})

@@ -63,8 +63,10 @@ class Session:
         plan = self.engine.plan
         self._names = frozenset(plan.operands[o].name for i in plan.instructions for o in i.outputs)
         self._caches = allocate(self.config, self.num_blocks)
+        self.weight_epoch = 0
+        """How often the weights have been replaced: part of what cached prefixes are keyed by."""
         self._runner: Runner | None
-        self.runner_name, self._runner = self._make_runner(runner)
+        self.runner_name, self._runner = self._make_runner(runner, self.engine)
         self._prefault = Prefault(self.engine.weights.files)
 
     @property
@@ -88,6 +90,31 @@ class Session:
                 raise ValueError(f"the engine has no tensor {name!r}")
         return self._runner.run(batch, outputs)
 
+    def update_weights(self, engine: Engine) -> None:
+        """Run the weights of ``engine``, which has this one's plan, from the next step on.
+
+        What the KV cache holds was computed with the old weights: whoever drives the session forgets
+        it. Other sessions of the same engine keep the old weights. Raises ``EngineError`` when
+        ``engine`` has another plan or is stripped; nothing has then changed.
+        """
+        if self._runner is None:
+            raise PeltonError("the session is closed; open a new one")
+        engine.require_weights()
+        if why := _other_plan(self.engine, engine):
+            raise EngineError(
+                f"{engine.path} has another {why} than the running {self.engine.path}; "
+                "start a new session (or server) for it"
+            )
+        name: RunnerName = "native" if self.runner_name == "native" else "reference"
+        # The old runner stays until the new one is complete, so that there is always a whole one.
+        _, runner = self._make_runner(name, engine)
+        old, self._runner = self._runner, runner
+        self.engine = engine
+        self.weight_epoch += 1
+        old.close()
+        self._prefault.close()
+        self._prefault = Prefault(engine.weights.files)
+
     def close(self) -> None:
         """Free the KV cache and the runner; idempotent."""
         self._prefault.close()
@@ -102,15 +129,13 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_runner(self, name: RunnerName) -> tuple[str, Runner]:
+    def _make_runner(self, name: RunnerName, engine: Engine) -> tuple[str, Runner]:
         if name not in ("auto", "native", "reference"):
             raise ConfigError(f"unknown runner {name!r} (known: auto, native, reference)")
         if name != "reference":
-            reason = native_runner.unavailable(self.engine.plan)
+            reason = native_runner.unavailable(engine.plan)
             if reason is None:
-                native = native_runner.NativeRunner(
-                    self.engine.plan, self.engine.weights, self._caches, self.threads
-                )
+                native = native_runner.NativeRunner(engine.plan, engine.weights, self._caches, self.threads)
                 return "native", native
             if name == "native":
                 raise EngineError(f"the native library cannot run here: {reason}; use runner='reference'")
@@ -119,17 +144,28 @@ class Session:
                 "which is many times slower",
                 stacklevel=3,
             )
-        return "reference", self._reference_runner()
+        return "reference", self._reference_runner(engine)
 
-    def _reference_runner(self) -> Runner:
+    def _reference_runner(self, engine: Engine) -> Runner:
         try:
             from pelton.engine.reference_runner import ReferenceRunner
 
-            return ReferenceRunner(self.engine.plan, self.engine.weights, self._caches, self.threads)
+            return ReferenceRunner(engine.plan, engine.weights, self._caches, self.threads)
         except ImportError as error:
             raise MissingDependencyError(
                 f"the reference runner needs PyTorch ({error}); install it with: pip install 'pelton[build]'"
             ) from error
+
+
+def _other_plan(old: Engine, new: Engine) -> str | None:
+    """What of ``new``, besides weights, is not as in ``old``; None when nothing is."""
+    names = [b.name for b in old.plan.buffers if b.kind in ("weight", "constant")]
+    if old.plan != new.plan or any(old.weights.meta[n] != new.weights.meta[n] for n in names):
+        return "plan"
+    a, b = old.config, new.config
+    if a.model.kv_groups != b.model.kv_groups or a.model.vocab_size != b.model.vocab_size:
+        return "model"
+    return None if a.build == b.build else "build configuration"
 
 
 def _resolve_threads(config: EngineConfig, threads: int | None) -> int:

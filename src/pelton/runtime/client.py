@@ -14,8 +14,11 @@ from typing import Protocol
 
 import msgspec
 
-from pelton.errors import NotReadyError
+import pelton.errors
+from pelton.engine.artifact import Engine
+from pelton.errors import NotReadyError, PeltonError
 from pelton.runtime.executor import ExecutorStats
+from pelton.runtime.executor_loop import WeightsUpdated
 from pelton.runtime.request import Request, RequestUpdate
 
 #: Seconds without a sign of progress, while there is work, after which an executor counts as stuck.
@@ -56,9 +59,25 @@ class ExecutorClient(Protocol):
         """Whether the executor is alive and, when it has work, getting on with it."""
         ...
 
+    async def update_weights(self, engine: Engine) -> int:
+        """Run the weights of ``engine``, whose files were verified, from the next step on; one call at a
+        time. Returns the new weight epoch.
+
+        Raises ``EngineError`` when the executor refuses it and goes on with the weights it has, and
+        ``NotReadyError`` when it has stopped."""
+        ...
+
     async def close(self) -> None:
         """Stop the executor and free everything; open iterators end with ``NotReadyError``."""
         ...
+
+
+def weight_epoch(answer: WeightsUpdated) -> int:
+    """The epoch that ``answer`` tells, or the error."""
+    if answer.error:
+        kind = getattr(pelton.errors, answer.error_class, PeltonError)
+        raise kind(answer.error)
+    return answer.weight_epoch
 
 
 class Mailbox:

@@ -22,10 +22,11 @@ import zmq
 import zmq.asyncio
 
 import pelton.errors
+from pelton.engine.artifact import Engine
 from pelton.errors import NotReadyError, PeltonError
-from pelton.runtime.client import STUCK_AFTER, Health, Mailbox
+from pelton.runtime.client import STUCK_AFTER, Health, Mailbox, weight_epoch
 from pelton.runtime.executor import ExecutorStats
-from pelton.runtime.executor_loop import Abort, Add, Command, Stop
+from pelton.runtime.executor_loop import Abort, Add, Command, Stop, UpdateWeights, WeightsUpdated
 from pelton.runtime.executor_process import Event, Failed, Ready, Step
 from pelton.runtime.executor_spec import ExecutorSpec
 from pelton.runtime.request import Request, RequestUpdate
@@ -59,6 +60,7 @@ class ProcessClient:
         self._heard = time.monotonic()
         self._stats: ExecutorStats | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._answer: asyncio.Future[WeightsUpdated] | None = None
         self._gone = asyncio.Event()
         self._closing = False
         self._encoder = msgspec.msgpack.Encoder()
@@ -100,6 +102,18 @@ class ProcessClient:
         if mailbox is not None:
             self._send(Abort(request_id))
             mailbox.put(RequestUpdate(request_id=request_id, finish_reason="abort"))
+
+    async def update_weights(self, engine: Engine) -> int:
+        """See ``ExecutorClient``."""
+        if self._failure is not None:
+            raise NotReadyError(self._failure)
+        assert self._answer is None, "one update of the weights at a time"
+        self._answer = self._loop.create_future()
+        try:
+            self._send(UpdateWeights(str(engine.path.absolute()), engine.engine_id))
+            return weight_epoch(await self._answer)
+        finally:
+            self._answer = None
 
     def stats(self) -> ExecutorStats:
         """See ``ExecutorClient``."""
@@ -157,6 +171,9 @@ class ProcessClient:
                     if not self._ready.done() and kind is not None:
                         self._settle(_rebuild(kind, reason))
                     self._fail(f"The executor failed: {reason}")
+                case WeightsUpdated():
+                    if self._answer is not None and not self._answer.done():
+                        self._answer.set_result(event)
                 case Step(updates, stats):
                     self._stats = stats or self._stats
                     for update in updates:
@@ -181,6 +198,8 @@ class ProcessClient:
         if self._failure is None:
             self._failure = reason
         self._settle(NotReadyError(self._failure))
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(NotReadyError(self._failure))
         mailboxes, self._mailboxes = list(self._mailboxes.values()), {}
         for mailbox in set(mailboxes):
             mailbox.fail(self._failure)

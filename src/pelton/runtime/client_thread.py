@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 
+from pelton.engine.artifact import Engine
 from pelton.errors import NotReadyError
-from pelton.runtime.client import STUCK_AFTER, Health, Mailbox
+from pelton.runtime.client import STUCK_AFTER, Health, Mailbox, weight_epoch
 from pelton.runtime.executor import Executor, ExecutorStats
-from pelton.runtime.executor_loop import Abort, Add, Command, Stop, run_loop
+from pelton.runtime.executor_loop import Abort, Add, Command, Stop, UpdateWeights, WeightsUpdated, run_loop
 from pelton.runtime.executor_spec import close_executor
 from pelton.runtime.request import Request, RequestUpdate
 
@@ -29,6 +31,7 @@ class ThreadClient:
         self._lock = threading.Lock()
         self._mailboxes: dict[str, Mailbox] = {}
         self._failure: str | None = None
+        self._answer: concurrent.futures.Future[WeightsUpdated] | None = None
         self._progress = time.monotonic()
         self._stats = executor.stats()
         self.max_request_tokens = executor.max_request_tokens
@@ -55,6 +58,17 @@ class ThreadClient:
         if mailbox is not None:
             self._commands.put(Abort(request_id))
             _post(mailbox, RequestUpdate(request_id=request_id, finish_reason="abort"))
+
+    async def update_weights(self, engine: Engine) -> int:
+        """See ``ExecutorClient``."""
+        answer: concurrent.futures.Future[WeightsUpdated] = concurrent.futures.Future()
+        with self._lock:
+            if self._failure is not None:
+                raise NotReadyError(self._failure)
+            assert self._answer is None, "one update of the weights at a time"
+            self._answer = answer
+        self._commands.put(UpdateWeights(str(engine.path.absolute()), engine.engine_id))
+        return weight_epoch(await asyncio.wrap_future(answer))
 
     def stats(self) -> ExecutorStats:
         """See ``ExecutorClient``."""
@@ -99,10 +113,19 @@ class ThreadClient:
         for loop, items in by_loop.items():
             _call(loop, items)
 
+    def _take_answer(self) -> concurrent.futures.Future[WeightsUpdated] | None:
+        with self._lock:
+            answer, self._answer = self._answer, None
+        return answer if answer is not None and answer.set_running_or_notify_cancel() else None
+
+    def _weights_updated(self, result: WeightsUpdated) -> None:
+        if answer := self._take_answer():
+            answer.set_result(result)
+
     def _run(self) -> None:
         failure = "The executor has been closed."
         try:
-            run_loop(self._executor, self._receive, self._send)
+            run_loop(self._executor, self._receive, self._send, self._weights_updated)
         except BaseException as error:  # nothing may leave readers waiting
             failure = f"The executor failed: {type(error).__name__}: {error}"
             import logging
@@ -111,6 +134,8 @@ class ThreadClient:
         with self._lock:
             self._failure = failure
             mailboxes, self._mailboxes = list(self._mailboxes.values()), {}
+        if answer := self._take_answer():
+            answer.set_exception(NotReadyError(failure))
         for mailbox in set(mailboxes):
             with contextlib.suppress(RuntimeError):  # its loop is closed: nobody is left to read
                 mailbox.loop.call_soon_threadsafe(mailbox.fail, failure)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from pelton.engine.artifact import Engine
 from pelton.engine.batch import Float32, ModelSession
-from pelton.errors import NotReadyError, QueueFullError, RequestError
+from pelton.errors import EngineError, NotReadyError, QueueFullError, RequestError
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.input_batch import InputBatchBuilder
 from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
@@ -54,6 +55,8 @@ class ExecutorStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that went through the model, recomputed ones too."""
     generated_tokens: int
     preemptions: int
+    weight_epoch: int = 0
+    """How often the weights have been replaced."""
     finished: dict[str, int]
     """Requests ended, by finish reason."""
     last_progress_time: float
@@ -304,9 +307,30 @@ class Executor:
         self._prompt_tokens += sequence.num_prompt_tokens
         self._prefix_hit_tokens += sequence.num_computed
 
-    def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes, as after new weights. Requests in flight keep their own blocks."""
+    def update_weights(self, engine: Engine) -> None:
+        """Run the weights of ``engine`` from the next step on (``Session.update_weights``).
+
+        Requests in flight go on with the tokens they have: these are computed again, and no KV of the
+        old weights is used for anything. Raises ``PeltonError`` when the session refuses ``engine``,
+        and then nothing has changed; any other error leaves the executor unusable.
+        """
+        update = getattr(self.session, "update_weights", None)
+        if update is None:
+            raise EngineError("this session's weights cannot be replaced; start a new one")
+        update(engine)
+        self.recompute_all()
+
+    def recompute_all(self) -> None:
+        """Forget all KV, as after new weights; requests in flight compute their tokens again."""
+        if self._trace is not None:
+            self._trace.recompute()
+        self.scheduler.preempt_all()
         self.kv.reset_prefix_cache()
+        for sequence in self._sequences.values():
+            sequence.keys = self._prefix_keys(sequence.request.cache_salt)
+            if sequence.prompt_rows_wanted:
+                # Of the prompt, either all log-probabilities are the old weights' or none.
+                sequence.prompt_logprobs = [None]
 
     def stats(self) -> ExecutorStats:
         """A snapshot; cheap."""
@@ -331,6 +355,7 @@ class Executor:
             computed_tokens=self._computed_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self.scheduler.num_preemptions,
+            weight_epoch=int(getattr(self.session, "weight_epoch", 0)),
             finished=dict(self._finished),
             last_progress_time=self._last_progress,
             stuck=self.has_work and idle > self.config.watchdog_seconds,

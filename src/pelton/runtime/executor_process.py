@@ -18,7 +18,7 @@ import msgspec
 
 from pelton.errors import PeltonError
 from pelton.runtime.executor import Executor, ExecutorStats
-from pelton.runtime.executor_loop import Command, run_loop
+from pelton.runtime.executor_loop import Command, WeightsUpdated, run_loop
 from pelton.runtime.executor_spec import ExecutorSpec, close_executor
 from pelton.runtime.request import RequestUpdate
 
@@ -48,7 +48,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     stats: ExecutorStats | None = None
 
 
-Event = Ready | Failed | Step
+Event = Ready | Failed | Step | WeightsUpdated
 
 
 def _leave_with_parent() -> None:
@@ -114,7 +114,7 @@ def main(address: str, spec_json: str) -> int:
         channel.executor = executor
         channel.send(Ready(executor.stats(), executor.max_request_tokens))
         try:
-            run_loop(executor, channel.receive, channel.send_updates)
+            run_loop(executor, channel.receive, channel.send_updates, channel.send)
         finally:
             close_executor(executor)
     except BaseException as error:  # told to the parent, whatever it is

@@ -195,6 +195,11 @@ class Scheduler:
         self._preempted.append(victim.request_id)
         self.add(victim)
 
+    def preempt_all(self) -> None:
+        """Take their blocks from all running sequences: what they computed is worth nothing now."""
+        while self.running:
+            self._preempt(self.running[-1])
+
     def commit(self, sequence: Sequence, num_computed: int) -> None:
         """A step has computed the KV of the first ``num_computed`` tokens."""
         sequence.num_computed = num_computed

@@ -34,7 +34,11 @@ class Stepped(msgspec.Struct, frozen=True, tag="step"):
     finished: dict[str, str]
 
 
-Event = Added | Aborted | Stepped
+class Recomputed(msgspec.Struct, frozen=True, tag="recompute"):
+    """The weights changed: all KV was forgotten."""
+
+
+Event = Added | Aborted | Stepped | Recomputed
 
 
 class TraceWriter:
@@ -48,6 +52,9 @@ class TraceWriter:
 
     def abort(self, request_id: str) -> None:
         self._write(Aborted(request_id))
+
+    def recompute(self) -> None:
+        self._write(Recomputed())
 
     def step(self, output: SchedulerOutput, updates: Iterable[RequestUpdate]) -> None:
         self._write(stepped(output, list(updates)))

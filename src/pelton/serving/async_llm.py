@@ -20,6 +20,7 @@ from pelton.runtime.tokenizer import Tokenizer
 from pelton.serving.engine_cache import resolve_model
 from pelton.serving.front_end import ChatMessage, Chunk, FrontEnd, Generation, Prompt, new_id
 from pelton.serving.loading import executor_spec
+from pelton.serving.new_weights import NewWeights, Weights
 from pelton.serving.overrides import apply_overrides
 
 
@@ -65,7 +66,11 @@ class AsyncLLM:
         )
         spec = executor_spec(engine, config, build.threads if threads is None else threads, max_waiting)
         self._setup(
-            Tokenizer.from_dir(engine.tokenizer_path), config, ThreadClient(spec.open(engine)), max_waiting
+            Tokenizer.from_dir(engine.tokenizer_path),
+            config,
+            ThreadClient(spec.open(engine)),
+            max_waiting,
+            engine.path,
         )
 
     @classmethod
@@ -99,11 +104,16 @@ class AsyncLLM:
             await client.close()
             raise
         self = cls.__new__(cls)
-        self._setup(tokenizer, config, client, max_waiting)
+        self._setup(tokenizer, config, client, max_waiting, opened.path)
         return self
 
     def _setup(
-        self, tokenizer: Tokenizer, config: EngineConfig, client: ExecutorClient, max_waiting: int
+        self,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        client: ExecutorClient,
+        max_waiting: int,
+        engine: Path,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -114,6 +124,8 @@ class AsyncLLM:
         assert config.build.max_batch_size is not None
         self._capacity = config.build.max_batch_size + max_waiting
         self._in_flight = 0
+        self._weights = NewWeights(engine)
+        self._refitting = asyncio.Lock()
 
     # What it is and how it does.
 
@@ -211,6 +223,17 @@ class AsyncLLM:
             async for chunk in chunks:
                 yield chunk
 
+    async def refit(self, weights: Weights, *, names: Sequence[str] = ()) -> int:
+        """As ``LLM.refit``; the new weights are prepared in a thread while the old ones serve.
+
+        When replacing them fails half-way, the executor stops and everything else raises
+        ``NotReadyError``."""
+        async with self._refitting:
+            engine = await asyncio.to_thread(self._weights.prepare, weights, names)
+            epoch = await self._client.update_weights(engine)
+            self._weights.adopt(engine)
+            return epoch
+
     # For the server, which checks and tokenises before it answers anything.
 
     def new_id(self) -> str:
@@ -292,6 +315,7 @@ class AsyncLLM:
     async def close(self) -> None:
         """Stop the executor; open streams end with ``NotReadyError``."""
         await self._client.close()
+        self._weights.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -16,7 +16,7 @@ from typing import Any
 
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
-from pelton.errors import NotReadyError, RequestError
+from pelton.errors import NotReadyError, PeltonError, RequestError
 from pelton.runtime.executor import ExecutorStats
 from pelton.runtime.executor_spec import close_executor
 from pelton.runtime.request import RequestOutput, RequestUpdate, SamplingParams
@@ -24,6 +24,7 @@ from pelton.runtime.tokenizer import Tokenizer
 from pelton.serving.engine_cache import resolve_model
 from pelton.serving.front_end import ChatMessage, Chunk, FrontEnd, Generation, Prompt
 from pelton.serving.loading import executor_spec
+from pelton.serving.new_weights import NewWeights, Weights
 from pelton.serving.overrides import apply_overrides
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -66,6 +67,9 @@ class LLM:
         self._executor = spec.open(engine)
         self._front = FrontEnd(self.tokenizer, self.config, self._executor.max_request_tokens)
         self._lock = threading.Lock()
+        self._refitting = threading.Lock()
+        self._weights = NewWeights(engine.path)
+        self._failure = ""
         self._inboxes: dict[str, deque[RequestUpdate]] = {}
         self._closed = False
 
@@ -118,12 +122,38 @@ class LLM:
         params = self._params(sampling_params, 1)
         return self._chunks(self._front.prepare([text], params, add_special_tokens=False))
 
+    def refit(self, weights: Weights, *, names: Sequence[str] = ()) -> int:
+        """Run new weights from now on: of a checkpoint or engine, or arrays by Hugging Face tensor name.
+
+        ``names``: patterns; only these weights of a checkpoint are replaced. Answers that are being made
+        go on: their tokens are computed again with the new weights, and no cached prefix is used any
+        more. Returns how often the weights have been replaced.
+
+        Raises ``CheckpointError``, ``EngineError`` or ``ConfigError``, and then the old weights stay.
+        """
+        with self._refitting:
+            self._check_open()
+            engine = self._weights.prepare(weights, names)
+            with self._lock:
+                self._check_open()
+                try:
+                    with _uninterrupted():
+                        self._executor.update_weights(engine)
+                except PeltonError:
+                    raise
+                except Exception as error:
+                    self._failure = f"the weights could not be replaced: {type(error).__name__}: {error}"
+                    raise NotReadyError(self._failure) from error
+            self._weights.adopt(engine)
+            return self._executor.stats().weight_epoch
+
     def close(self) -> None:
         """Free the model; idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 close_executor(self._executor)
+                self._weights.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -196,6 +226,8 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise NotReadyError("the LLM is closed.")
+        if self._failure:
+            raise NotReadyError(self._failure)
 
 
 @contextmanager

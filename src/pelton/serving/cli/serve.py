@@ -55,6 +55,11 @@ exit.""",
 @click.option(
     "--max-body-mb", default=16, show_default=True, type=click.IntRange(min=1), help="Largest request body."
 )
+@click.option(
+    "--enable-refit",
+    is_flag=True,
+    help="Take new weights over POST /engine/refit: paths on this machine.",
+)
 @click.option("--allow-origin", multiple=True, help="Origin that browsers may call from (repeatable).")
 @click.option(
     "--drain-seconds",
@@ -80,6 +85,7 @@ def serve(
     max_waiting: int,
     max_n: int,
     max_body_mb: int,
+    enable_refit: bool,
     allow_origin: tuple[str, ...],
     drain_seconds: int,
     log_level: str,
@@ -88,6 +94,11 @@ def serve(
     """Serve MODEL to OpenAI clients over HTTP, on this machine unless --host says otherwise."""
     if any(not key.strip() for key in api_keys):
         raise ConfigError("--api-key is empty; leave it out to serve without a key.")
+    if enable_refit and host not in ("127.0.0.1", "localhost", "::1") and not api_keys:
+        raise ConfigError(
+            f"--enable-refit with --host {host} would let anybody who reaches this machine change the model; "
+            "set --api-key too."
+        )
     try:
         from pelton.serving.server.launch import Launch, bind, run_server
     except ImportError as error:
@@ -105,6 +116,7 @@ def serve(
         max_waiting=max_waiting,
         max_n=max_n,
         max_body_bytes=max_body_mb << 20,
+        enable_refit=enable_refit,
         allow_origins=allow_origin,
         drain_seconds=drain_seconds,
         log_level=log_level,

@@ -7,7 +7,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 import pelton
 from pelton.serving.async_llm import AsyncLLM
-from pelton.serving.server import chat, completions, info
+from pelton.serving.server import admin, chat, completions, info
 from pelton.serving.server.errors import install_handlers
 from pelton.serving.server.metrics import ServerMetrics
 from pelton.serving.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -37,4 +37,6 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         )
     for routes in (chat.router, completions.router, info.router):
         app.include_router(routes)
+    if settings.enable_refit:
+        app.include_router(admin.router)
     return app

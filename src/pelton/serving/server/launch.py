@@ -36,6 +36,7 @@ class Launch:
     max_n: int = 16
     max_body_bytes: int = 16 << 20
     allow_origins: tuple[str, ...] = ()
+    enable_refit: bool = False
     drain_seconds: int = 20
     log_level: str = "info"
     session: str = "pelton.engine.session:Session"
@@ -151,6 +152,7 @@ async def _serve(launch: Launch, bound: socket.socket) -> int:
             max_body_bytes=launch.max_body_bytes,
             max_n=launch.max_n,
             allow_origins=launch.allow_origins,
+            enable_refit=launch.enable_refit,
         )
         server = _Server(
             uvicorn.Config(

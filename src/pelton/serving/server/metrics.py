@@ -31,6 +31,7 @@ class _ExecutorCollector(Collector):
         gauges = {
             "pelton_requests_running": ("Requests in the current steps.", stats.running),
             "pelton_requests_waiting": ("Requests waiting for their first step.", stats.waiting),
+            "pelton_weight_epoch": ("How often the weights have been replaced.", stats.weight_epoch),
             "pelton_kv_usage_ratio": ("Part of the KV cache's blocks in use.", stats.kv_usage),
         }
         counters = {

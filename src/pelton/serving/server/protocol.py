@@ -137,6 +137,15 @@ class TokenizeBody(_Body):
     return_token_strs: bool = False
 
 
+class RefitBody(_Body):
+    """``POST /engine/refit``."""
+
+    path: str
+    """A checkpoint or an engine on the server's machine."""
+    names: list[str] | None = None
+    """Patterns: only weights with such a name."""
+
+
 class DetokenizeBody(_Body):
     """``POST /detokenize``."""
 

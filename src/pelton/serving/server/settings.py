@@ -20,5 +20,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most prompts in one completion request."""
     max_logprobs: int = 20
     """Most alternatives reported per token."""
+    enable_refit: bool = False
+    """Take new weights over ``POST /engine/refit``."""
     allow_origins: tuple[str, ...] = ()
     """Origins that browsers may call from (CORS)."""
