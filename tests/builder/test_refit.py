@@ -126,6 +126,10 @@ def other_quant(c: RandomCheckpoint) -> None:
     c.tensors = made.tensors
 
 
+def mixed_quants(c: RandomCheckpoint) -> None:
+    c.tensors = RandomCheckpoint(TINY_LLAMA, quant=lambda n: "q8_0" if "k_proj" in n else "float32").tensors
+
+
 def other_shape(c: RandomCheckpoint) -> None:
     made = RandomCheckpoint(TINY_LLAMA | {"intermediate_size": 128})
     c.tensors = made.tensors
@@ -153,6 +157,7 @@ def infinite(c: RandomCheckpoint) -> None:
             "has no tensor model.norm.weight, which .* needs; give a whole",
         ),
         (other_quant, "has .* as q8_0, and the engine's plan stores float32; rebuild"),
+        (mixed_quants, "q_proj.weight, .* as float32, q8_0, and the engine's plan stores float32; rebuild"),
         (other_shape, r"is 128 x 64, and .* was built from 96 x 64; rebuild"),
         (infinite, "model.layers.1.mlp.up_proj.weight has 1 NaN or infinite values"),
     ],

@@ -226,14 +226,15 @@ def _check_quant(
     checkpoint: Checkpoint, buffer: Buffer, recipe: Recipe, infos: Mapping[str, TensorInfo], dtype: str
 ) -> None:
     """Raise ``CheckpointError`` unless what ``recipe`` gives is stored as ``buffer`` says."""
-    quants = dict.fromkeys(infos[name].quant for name in recipe.sources())
-    stored = [stored_quant(quant, len(buffer.shape), dtype) for quant in quants]
-    if len(stored) == 1:
-        stored = [stored_quant(infer_quant(recipe, infos), len(buffer.shape), dtype)]
-    if stored != [buffer.quant]:
-        names = ", ".join(dict.fromkeys(recipe.sources()))
+    try:
+        stored = stored_quant(infer_quant(recipe, infos), len(buffer.shape), dtype)
+    except (AssertionError, CheckpointError):
+        stored = "mixed"  # types that the recipe cannot put together, although the first ones could be
+    if stored != buffer.quant:
+        names = dict.fromkeys(recipe.sources())
+        quants = dict.fromkeys(infos[name].quant for name in names)
         raise CheckpointError(
-            f"{checkpoint.name} has {names} as {', '.join(quants)}, and the engine's plan stores "
+            f"{checkpoint.name} has {', '.join(names)} as {', '.join(quants)}, and the engine's plan stores "
             f"{buffer.quant}; rebuild: pelton build {checkpoint.path}"
         )
 
