@@ -37,11 +37,13 @@ def tiny(forward: Any) -> nn.CausalLM:
     ("forward", "message"),
     [
         (
-            lambda m, x, rows: F.take_rows(torch.tanh(x), rows),
-            r"node tanh \(aten.tanh.default\) is not an op",
+            lambda m, x, rows: F.take_rows(torch.erf(x), rows),
+            r"node erf \(aten.erf.default\) is not an op",
         ),
-        (lambda m, x, rows: F.take_rows(x + 1.0 * x[0], rows), r"node add .*broadcasts or converts mul"),
-        (lambda m, x, rows: F.take_rows(m.inner(x.t().contiguous()), rows), "is not an op"),
+        (lambda m, x, rows: F.take_rows(x, rows + 1), "node add .*takes the number 1 with torch.int32"),
+        (lambda m, x, rows: F.take_rows(x.double(), rows), "is not an op"),
+        (lambda m, x, rows: F.take_rows(x.transpose(0, 1), rows), "dynamic dimension that is not the first"),
+        (lambda m, x, rows: F.take_rows(x.mean(0, keepdim=True), rows), r"mean.dim\) is not an op"),
         (lambda m, x, rows: F.take_rows(x.t() @ x, rows), "is not an op that a plan can run"),
         (lambda m, x, rows: m.inner(x), r"is the result and must be float32 \(N, V\), not .*'T'"),
         (lambda m, x, rows: F.take_rows(torch.add(x, x, alpha=2), rows), "has alpha; multiply first"),

@@ -151,9 +151,7 @@ class _Extraction:
         if op is not None:
             return op, _schema_arguments(node)
         if node.target is aten.add.Tensor:
-            if isinstance(node.args[1], fx.Node):
-                return get_op("add"), list(node.args[:2])
-            raise BuildError(f"{node.name} adds a number to a tensor, which no op does yet")
+            return get_op("add"), list(node.args[:2])
         if node.target is aten.mul.Tensor:
             other = node.args[1]
             if isinstance(other, fx.Node):

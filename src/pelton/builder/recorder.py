@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
+from pelton.ir.aten import COMPUTE, RULES, make_dense, needs_dense
 from pelton.ir.graph import meta_call
-from pelton.ir.verifier import COMPUTE, VIEWS
+from pelton.ir.op import op_of_target
+from pelton.ir.verifier import VIEWS
 
 aten: Any = torch.ops.aten
 
@@ -84,12 +87,20 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _READS_VALUES:
             raise Untraceable(f"{self._here()} reads the value of a tensor ({func}), which is not known yet")
-        if func.namespace != "pelton" and func not in VIEWS and func not in COMPUTE:
+        if func in RULES:
+            with self:
+                result = RULES[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if op_of_target(func) is None and func not in VIEWS and func not in COMPUTE:
             # Without autograd's keys a composite op arrives whole; its parts are what the graph wants.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if needs_dense(func):
+            with self:
+                args, kwargs = tree_map(make_dense, (args, kwargs))
         node_args, node_kwargs = self._nodes_in(args, func), self._nodes_in(kwargs, func)
         result = meta_call(func, args, kwargs)
         node = self.graph.create_node(

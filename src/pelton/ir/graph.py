@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pelton.ir.op import Op, get_op
+from pelton.ir.op import Op, get_op, op_of_target
 from pelton.ir.recipe import Recipe
 from pelton.ir.types import Dim, GraphInput, TensorType
 
@@ -183,8 +183,9 @@ def meta_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     Sums and products are worked out here: torch has its own rules for them in Python, which import the
     whole of its compiler (a second) when they are first used.
     """
-    if getattr(target, "namespace", "") == "pelton":
-        return get_op(target._opname).shape_rule(*args, **kwargs)
+    op = op_of_target(target)
+    if op is not None:
+        return op.shape_rule(*args, **kwargs)
     if target in (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor):
         tensors = [a for a in args[:2] if isinstance(a, torch.Tensor)]
         shape = torch.broadcast_tensors(*tensors)[0].shape
@@ -201,11 +202,7 @@ def input_key(described: GraphInput) -> str:
 
 def op_of(node: fx.Node) -> Op | None:
     """The Pelton op that ``node`` calls, or None."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    if node.target.namespace != "pelton":
-        return None
-    return get_op(node.target._opname)
+    return op_of_target(node.target) if node.op == "call_function" else None
 
 
 def op_name(node: fx.Node) -> str:

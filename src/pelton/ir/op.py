@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-LIBRARY = torch.library.Library("pelton", "DEF")
+NAMESPACE = "pelton"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Op:
     """An operation of the graph."""
 
     name: str
-    """Without the namespace, such as ``rms_norm``."""
+    """Such as ``rms_norm``; ops from outside Pelton have their namespace before it: ``my::swish_norm``."""
     schema: str
     reference: Callable[..., Any]
     shape_rule: Callable[..., Any]
@@ -48,22 +48,35 @@ class Op:
     """Indices of arguments written in place: such nodes are ordered effects."""
     optional: bool = False
     """Only passes make such a node, and only where the target has a kernel for it (``context.supports``)."""
+    any_strides: bool = False
+    """Its inputs may be views whose last axis is not dense; all others get a ``copy`` of such a view."""
 
     @property
     def torch_op(self) -> Any:
-        return getattr(torch.ops.pelton, self.name).default
+        namespace, _, name = qualified(self.name).partition("::")
+        return getattr(getattr(torch.ops, namespace), name).default
 
 
 _OPS: dict[str, Op] = {}
+_LIBRARIES: dict[str, Any] = {}
+
+
+def qualified(name: str) -> str:
+    """``pelton::rms_norm`` of ``rms_norm``; a name with a namespace stays."""
+    return name if "::" in name else f"{NAMESPACE}::{name}"
 
 
 def register(op: Op) -> Op:
     """Define ``op`` in torch and make it findable by name; raises ``ValueError`` on a second one."""
     if op.name in _OPS:
         raise ValueError(f"op {op.name!r} is registered twice")
-    LIBRARY.define(op.schema)
-    LIBRARY.impl(op.name, op.reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"pelton::{op.name}", op.shape_rule, lib=LIBRARY)
+    namespace, _, name = qualified(op.name).partition("::")
+    if namespace not in _LIBRARIES:
+        _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    library = _LIBRARIES[namespace]
+    library.define(op.schema.partition("::")[2] or op.schema)
+    library.impl(name, op.reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{namespace}::{name}", op.shape_rule, lib=library)
     _OPS[op.name] = op
     return op
 
@@ -77,4 +90,29 @@ def all_ops() -> dict[str, Op]:
 
 def get_op(name: str) -> Op:
     """The op called ``name``; raises ``KeyError`` when there is none."""
-    return all_ops()[name]
+    op = find_op(name)
+    if op is None:
+        raise KeyError(name)
+    return op
+
+
+def find_op(name: str) -> Op | None:
+    """As ``get_op``, but None where there is none."""
+    if not _OPS:
+        all_ops()
+    return _OPS.get(name)
+
+
+def op_of_target(target: Any) -> Op | None:
+    """The op behind a ``torch.ops`` overload (what a graph node calls), or None."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._schema.name
+    return find_op(name.removeprefix(f"{NAMESPACE}::"))
+
+
+def check_float(name: str, *tensors: torch.Tensor) -> None:
+    """Raise ``ValueError`` where an input of the op ``name`` is not of a floating-point type."""
+    for tensor in tensors:
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"{name} takes floating-point tensors, not {tensor.dtype}")

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from pelton.errors import BuildError
+from pelton.ir.aten import COMPUTE, is_dense, needs_dense
 from pelton.ir.graph import Graph, op_name, op_of
 from pelton.ir.op import Op
 
@@ -22,6 +23,9 @@ VIEWS = frozenset(
         aten.reshape.default,
         aten.flatten.using_ints,
         aten.unflatten.int,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
         aten.slice.Tensor,
         aten.select.int,
         aten.narrow.default,
@@ -35,14 +39,12 @@ VIEWS = frozenset(
     }
 )
 
-#: ATen ops that compute: elementwise, with a tensor of equal shape or a number.
-COMPUTE = frozenset({aten.add.Tensor, aten.mul.Tensor})
-
 
 def verify(graph: Graph) -> None:
     """Raise ``BuildError`` naming the first node that breaks a rule:
 
     - only Pelton ops, ``VIEWS`` and ``COMPUTE``; every argument is defined before its use;
+    - operands are dense along their last axis, but for ops that take any strides;
     - each Pelton op's recorded result has the dtype and shape that its shape rule gives;
     - ``add`` and ``mul`` neither broadcast tensors nor change the dtype;
     - dynamic dimensions come first, and are named ones;
@@ -87,6 +89,9 @@ def check_same_effects(before: Iterable[tuple[int, int]], graph: Graph, pass_nam
 def _check_call(graph: Graph, node: fx.Node) -> None:
     op = op_of(node)
     value = node.meta.get("val")
+    for argument in node.all_input_nodes if needs_dense(node.target) else ():
+        if not all(map(is_dense, _tensors(argument.meta["val"]))):
+            _fail(node, f"reads {argument.name}, which is not dense along its last axis; copy it first")
     if op is None:
         if node.target not in VIEWS and node.target not in COMPUTE:
             _fail(node, "is not an op that a plan can run")
@@ -132,6 +137,8 @@ def _check_elementwise(graph: Graph, node: fx.Node) -> None:
             other = argument.meta["val"]
             if graph.shape(other) != graph.shape(value) or other.dtype != value.dtype:
                 _fail(node, f"broadcasts or converts {argument.name}; only equal shapes are allowed")
+        elif not value.dtype.is_floating_point or node.target is not torch.ops.aten.mul.Tensor:
+            _fail(node, f"takes the number {argument} with {value.dtype}; no op does")
     if node.kwargs.get("alpha", 1) != 1:
         _fail(node, "has alpha; multiply first")
 

@@ -30,9 +30,9 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     return _ops.rms_norm(x, weight, eps)
 
 
-def layer_norm(x_TD: Any, weight: Any, bias: Any, eps: float) -> Any:
-    """Layer norm over the last axis."""
-    return _ops.layer_norm(x_TD, weight, bias, eps)
+def layer_norm(x: Any, weight: Any | None, bias: Any | None, eps: float) -> Any:
+    """Layer norm over the last axis; weight and bias (D) are optional."""
+    return _ops.layer_norm(x, weight, bias, eps)
 
 
 def activation(x_TD: Any, kind: str) -> Any:
@@ -86,3 +86,131 @@ def paged_attention(
 def take_rows(x_TD: Any, index_N: Any) -> Any:
     """``x[index]`` -> (N, D)."""
     return _ops.take_rows(x_TD, index_N)
+
+
+# ---- Arithmetic ----
+# Named as in torch; plain PyTorch (``x * y``, ``torch.exp(x)``, ``x.mean(-1)``) becomes the same ops.
+
+
+def abs(x: Any) -> Any:
+    """``|x|``."""
+    return _ops.unary(x, "abs")
+
+
+def exp(x: Any) -> Any:
+    """e to the power of x."""
+    return _ops.unary(x, "exp")
+
+
+def log(x: Any) -> Any:
+    """Natural logarithm."""
+    return _ops.unary(x, "log")
+
+
+def sqrt(x: Any) -> Any:
+    """Square root."""
+    return _ops.unary(x, "sqrt")
+
+
+def rsqrt(x: Any) -> Any:
+    """``1 / sqrt(x)``."""
+    return _ops.unary(x, "rsqrt")
+
+
+def reciprocal(x: Any) -> Any:
+    """``1 / x``."""
+    return _ops.unary(x, "reciprocal")
+
+
+def square(x: Any) -> Any:
+    """``x * x``."""
+    return _ops.unary(x, "square")
+
+
+def sin(x: Any) -> Any:
+    """Sine of radians."""
+    return _ops.unary(x, "sin")
+
+
+def cos(x: Any) -> Any:
+    """Cosine of radians."""
+    return _ops.unary(x, "cos")
+
+
+def tanh(x: Any) -> Any:
+    """Hyperbolic tangent."""
+    return _ops.unary(x, "tanh")
+
+
+def sigmoid(x: Any) -> Any:
+    """``1 / (1 + exp(-x))``."""
+    return _ops.unary(x, "sigmoid")
+
+
+def silu(x: Any) -> Any:
+    """``x * sigmoid(x)``."""
+    return _ops.activation(x, "silu")
+
+
+def relu(x: Any) -> Any:
+    """``max(x, 0)``."""
+    return _ops.activation(x, "relu")
+
+
+def gelu(x: Any, approximate: str = "none") -> Any:
+    """``x`` times the normal distribution's function; ``approximate``: none or tanh."""
+    return _ops.activation(x, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """The larger of each pair, with broadcasting."""
+    return _ops.binary(x, y, "max")
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """The smaller of each pair, with broadcasting."""
+    return _ops.binary(x, y, "min")
+
+
+def clamp(x: Any, min: float | None = None, max: float | None = None) -> Any:
+    """``x`` held between ``min`` and ``max``."""
+    for bound, kind in ((min, "max"), (max, "min")):
+        if bound is not None:
+            x = _ops.binary_scalar(x, bound, kind)
+    return x
+
+
+def mean(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    """Mean of the last axis."""
+    return _reduce(x, "mean", dim, keepdim)
+
+
+def sum(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    """Sum of the last axis."""
+    return _reduce(x, "sum", dim, keepdim)
+
+
+def amax(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    """Largest value of the last axis."""
+    return _reduce(x, "max", dim, keepdim)
+
+
+def softmax(x: Any, dim: int = -1) -> Any:
+    """Softmax over the last axis."""
+    _check_last("softmax", x, dim)
+    return _ops.softmax(x)
+
+
+def rope_interleaved(x_THD: Any, cos_sin_TR: Any) -> Any:
+    """Rotary embedding of neighbouring pairs of the first R of D dimensions."""
+    return _ops.rope_interleaved(x_THD, cos_sin_TR)
+
+
+def _reduce(x: Any, kind: str, dim: int, keepdim: bool) -> Any:
+    _check_last(kind, x, dim)
+    return _ops.reduce(x, kind, keepdim)
+
+
+def _check_last(what: str, x: Any, dim: int) -> None:
+    if dim not in (-1, x.dim() - 1):
+        raise ValueError(f"{what} works along the last axis (-1), not along {dim}")

@@ -61,11 +61,13 @@ void add_rms_norm(const pelton_call* c, pelton_team* team, int thread) {
   }
 }
 
-// in: x (T, D), weight (D), bias (D). attrs: eps.
+// in: x (T, [heads,] D), [weight (D), bias (D)]. attrs: eps.
 void layer_norm(const pelton_call* c, pelton_team* team, int thread) {
   const pelton_tensor *x = c->in[0], *y = c->out[0];
   const int64_t dim = last_dim(x), rows = rows_of(x);
-  const float *weight = (const float*)c->in[1]->data, *bias = (const float*)c->in[2]->data;
+  const pelton_tensor *given_weight = pelton_in(c, 1), *given_bias = pelton_in(c, 2);
+  const float* weight = given_weight ? (const float*)given_weight->data : NULL;
+  const float* bias = given_bias ? (const float*)given_bias->data : NULL;
   const float eps = (float)pelton_attr(c, 0, 0);
   for (PELTON_EACH_CHUNK(team, rows, chunk_of(dim), lo, hi)) {
     for (int64_t r = lo; r < hi; r++) {
@@ -77,7 +79,8 @@ void layer_norm(const pelton_call* c, pelton_team* team, int thread) {
       each_vector(dim, [=](int64_t i, int n) { store_some(o + i, load_some(a + i, n) - mean, n); });
       const vf scale = vset(rms_scale(o, dim, eps));
       each_vector(dim, [=](int64_t i, int n) {
-        store_some(o + i, vfma(load_some(o + i, n) * scale, load_some(weight + i, n), load_some(bias + i, n)), n);
+        const vf w = weight ? load_some(weight + i, n) : vset(1.0f);
+        store_some(o + i, vfma(load_some(o + i, n) * scale, w, bias ? load_some(bias + i, n) : vset(0.0f)), n);
       });
     }
   }

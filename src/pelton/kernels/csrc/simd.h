@@ -34,6 +34,8 @@ inline vf vfnma(vf a, vf b, vf c) { return _mm512_fnmadd_ps(a, b, c); }
 inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 inline vf vabs(vf a) { return _mm512_abs_ps(a); }
+inline vf vsqrt(vf a) { return _mm512_sqrt_ps(a); }
+inline vmask vnan(vf a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
 inline vf vround(vf a) { return _mm512_roundscale_ps(a, 8); }  // to nearest even, no exceptions
 inline vmask vless(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline vf vselect(vmask m, vf a, vf b) { return _mm512_mask_blend_ps(m, b, a); }  // m ? a : b
@@ -79,6 +81,8 @@ inline vf vfnma(vf a, vf b, vf c) { return _mm256_fnmadd_ps(a, b, c); }
 inline vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
 inline vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
 inline vf vabs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+inline vf vsqrt(vf a) { return _mm256_sqrt_ps(a); }
+inline vmask vnan(vf a) { return _mm256_cmp_ps(a, a, _CMP_UNORD_Q); }
 inline vf vround(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline vmask vless(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 inline vf vselect(vmask m, vf a, vf b) { return _mm256_blendv_ps(b, a, m); }
@@ -134,6 +138,8 @@ inline vf vfnma(vf a, vf b, vf c) { return c - a * b; }
 inline vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
 inline vf vmin(vf a, vf b) { return vselect(a < b, a, b); }
 inline vf vabs(vf a) { return (vf)((vmask)a & 0x7fffffff); }
+inline vf vsqrt(vf a) { return vf{sqrtf(a[0]), sqrtf(a[1]), sqrtf(a[2]), sqrtf(a[3])}; }
+inline vmask vnan(vf a) { return a != a; }
 inline vf vround(vf a) {
   const vf magic = vset(12582912.0f);  // 1.5 * 2^23: adding it rounds |a| < 2^22
   return (a + magic) - magic;
@@ -171,6 +177,10 @@ inline vf load_n_as(const void* base, int64_t i, int n) {
   for (int j = 0; j < n; j++) part[j] = ((const uint16_t*)base)[i + j];
   return DTYPE == PELTON_BF16 ? load_bf16(part) : load_f16(part);
 }
+
+// NaN where either is NaN, as torch.maximum (vmax and vmin give b).
+inline vf vmax_nan(vf a, vf b) { return vselect(vnan(a), a, vmax(a, b)); }
+inline vf vmin_nan(vf a, vf b) { return vselect(vnan(a), a, vmin(a, b)); }
 
 // ---- Elementary functions ------------------------------------------------------------------------
 // exp = 2^n * e^r, n = round(x / ln 2), |r| <= ln(2) / 2; e^r by a fitted polynomial (3e-9).

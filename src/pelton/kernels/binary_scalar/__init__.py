@@ -1,0 +1,1 @@
+"""Tactics of ``binary_scalar``."""
