@@ -87,6 +87,33 @@ def test_float32_weights_suggest_bfloat16() -> None:
         plan_budget(config(weights=200 * MB, dtype="float32"), free=140 * MB)
 
 
+def large_step(tokens: int = 100_000, batch: int = 100_000) -> EngineConfig:
+    """A batch so large that a step's buffers outgrow the weights: 20 GB at 100,000 tokens."""
+    base = config()
+    return msgspec.structs.replace(
+        base,
+        build=msgspec.structs.replace(base.build, max_batch_size=batch, max_num_tokens=tokens),
+        memory=msgspec.structs.replace(base.memory, arena=tokens * 200_000),
+    )
+
+
+def test_work_memory_that_takes_much_of_the_machine_is_pointed_out() -> None:
+    note = plan_budget(large_step(), free=24_000 * MB).notes()[0]
+    assert "a step of 100000 tokens needs 20.0 GB of work memory, 83% of what is free" in note
+    suggested = int(note.split("max_num_tokens ")[1].split()[0])
+    assert f"with max_batch_size {suggested}" in note
+    assert len(plan_budget(large_step(suggested, suggested), free=24_000 * MB).notes()) == 1  # KV alone
+    assert not [n for n in plan_budget(config(), free=24_000 * MB).notes() if "work memory" in n]
+
+
+def test_work_memory_that_does_not_fit_is_refused_with_what_would() -> None:
+    with pytest.raises(ConfigError, match="Fits with: max_num_tokens ") as caught:
+        plan_budget(large_step(), free=8_000 * MB)
+    suggested = int(str(caught.value).split("max_num_tokens ")[1].split()[0])
+    assert f"with max_batch_size {suggested}" in str(caught.value)
+    assert plan_budget(large_step(suggested, suggested), free=8_000 * MB).kv_tokens >= 4096
+
+
 def test_memory_is_read_from_the_system() -> None:
     small = msgspec.structs.replace(
         config(), memory=MemoryPlan(weights=1, arena=1, workspace=1, kv_bytes_per_token=1536)

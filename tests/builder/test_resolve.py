@@ -36,6 +36,7 @@ def test_defaults_of_a_bfloat16_checkpoint() -> None:
         "activations": "float32",
         "kv_dtype": "float16",
         "threads": 0,
+        "fast_build": False,
         "passes": {},
     }
     assert notes == ""

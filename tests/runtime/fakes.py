@@ -79,6 +79,7 @@ def fake_config(
             dtype="float32",
             activations="float32",
             kv_dtype="float32",
+            fast_build=False,
             threads=1,
         ),
         memory=MemoryPlan(weights=0, arena=0, workspace=0, kv_bytes_per_token=0),

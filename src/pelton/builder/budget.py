@@ -9,6 +9,9 @@ from pelton.engine.kv_cache import block_bytes, sequence_blocks
 from pelton.engine.resources import available_memory, human_bytes
 from pelton.errors import ConfigError
 
+#: Share of the free memory beyond which a step's work memory is pointed out.
+_LARGE_WORK = 0.1
+
 
 def kv_bytes_per_token(groups: tuple[KVGroup, ...], kv_dtype: str) -> int:
     """Bytes that a token's keys and values take over all layers, windows not counted."""
@@ -19,7 +22,7 @@ def kv_bytes_per_token(groups: tuple[KVGroup, ...], kv_dtype: str) -> int:
 class Budget:
     """What the engine will use on this machine, bytes."""
 
-    memory: MemoryPlan
+    config: EngineConfig
     free: int
     kv_tokens: int
     """Tokens the cache holds: ``max_batch_size`` x ``max_seq_len``, or what fits."""
@@ -28,12 +31,16 @@ class Budget:
     """Tokens of one sequence that would fit in ``free``, whatever ``max_seq_len`` is."""
 
     @property
+    def memory(self) -> MemoryPlan:
+        return self.config.memory
+
+    @property
     def kv_bytes(self) -> int:
         return self.kv_tokens * self.memory.kv_bytes_per_token
 
     @property
     def work(self) -> int:
-        return self.memory.arena + self.memory.workspace
+        return self.memory.work
 
     def text(self) -> str:
         """The budget in a sentence, for before anything is allocated."""
@@ -45,12 +52,22 @@ class Budget:
 
     def notes(self) -> list[str]:
         """Sentences for the report."""
+        notes = []
+        if self.work > max(_LARGE_WORK * self.free, self.memory.weights):
+            tokens = self.config.build.max_num_tokens or 0
+            fewer = _tokens_within(self.config, int(_LARGE_WORK / 2 * self.free))
+            notes.append(
+                f"a step of {tokens} tokens needs {human_bytes(self.work)} of work memory, "
+                f"{self.work / self.free:.0%} of what is free; {_limits(self.config, fewer)} needs "
+                f"{human_bytes(self.work * fewer / tokens)}"
+            )
         if self.kv_tokens == self.wanted_kv_tokens:
-            return []
+            return notes
         return [
+            *notes,
             f"the KV cache will hold {self.kv_tokens} tokens on this machine: {self.wanted_kv_tokens} "
             f"(max_batch_size x max_seq_len) need "
-            f"{human_bytes(self.wanted_kv_tokens * self.memory.kv_bytes_per_token)}"
+            f"{human_bytes(self.wanted_kv_tokens * self.memory.kv_bytes_per_token)}",
         ]
 
 
@@ -63,14 +80,14 @@ def plan_budget(config: EngineConfig, free: int | None = None) -> Budget:
     free = available_memory() if free is None else free
     build, memory = config.build, config.memory
     assert build.max_batch_size and build.max_seq_len and build.block_size
-    rest = free - memory.weights - memory.arena - memory.workspace
+    rest = free - memory.weights - memory.work
     context = max(0, rest) // memory.kv_bytes_per_token // build.block_size * build.block_size
     one = sequence_blocks(config) * build.block_size
     if context < one:
         raise ConfigError(_refusal(config, free, rest, context))
     wanted = one * build.max_batch_size
     return Budget(
-        memory=memory,
+        config=config,
         free=free,
         kv_tokens=min(wanted, context),
         wanted_kv_tokens=wanted,
@@ -78,10 +95,25 @@ def plan_budget(config: EngineConfig, free: int | None = None) -> Budget:
     )
 
 
+def _tokens_within(config: EngineConfig, nbytes: int) -> int:
+    """Tokens of a step whose work memory takes ``nbytes``: buffers grow with the tokens."""
+    build = config.build
+    assert build.max_num_tokens and build.block_size
+    work = config.memory.work
+    tokens = max(0, nbytes) * build.max_num_tokens // max(1, work)
+    return tokens // build.block_size * build.block_size
+
+
+def _limits(config: EngineConfig, tokens: int) -> str:
+    """The settings for steps of ``tokens`` tokens: no sequence may be without one."""
+    batch = f" with max_batch_size {tokens}" if tokens < (config.build.max_batch_size or 0) else ""
+    return f"max_num_tokens {tokens}{batch}"
+
+
 def _refusal(config: EngineConfig, free: int, rest: int, context: int) -> str:
     build, memory = config.build, config.memory
     assert build.max_seq_len and build.max_num_tokens
-    work = memory.arena + memory.workspace
+    work = memory.work
     needed = memory.weights + work + build.max_seq_len * memory.kv_bytes_per_token
     what = (
         f"{config.model.name} needs {human_bytes(needed)}: weights {human_bytes(memory.weights)}, work "
@@ -95,7 +127,9 @@ def _refusal(config: EngineConfig, free: int, rest: int, context: int) -> str:
         fits.append("dtype bfloat16 (if the weights are not block-quantised)")
     if build.kv_dtype == "float32" and rest >= build.max_seq_len * memory.kv_bytes_per_token // 2:
         fits.append("kv_dtype float16")
-    if not fits and work > memory.weights // 4:
-        fits.append("a smaller max_num_tokens")
+    sequence = build.max_seq_len * memory.kv_bytes_per_token
+    fewer = _tokens_within(config, free - memory.weights - sequence)
+    if build.block_size and build.block_size <= fewer < build.max_num_tokens:
+        fits.append(_limits(config, fewer))
     fits.append(f"a smaller checkpoint, or {human_bytes(needed - free)} more free memory")
     return what + "Fits with: " + "; ".join(fits) + "."

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from pelton.builder.budget import kv_bytes_per_token, plan_budget
+from pelton.builder.budget import plan_budget
 from pelton.builder.check import check_engine
 from pelton.builder.clock import Clock, Progress
 from pelton.builder.compile import Compiled, compile_model
 from pelton.builder.directory import check_output, check_space, engine_directory
+from pelton.builder.dry_run import HeadersOnly, dry_report
 from pelton.builder.eager import EagerReference
 from pelton.builder.engine_files import total_size, write_compact, write_json, write_manifest
-from pelton.builder.facts import model_config, model_recipes, quant_elements
-from pelton.builder.lower import arena_lower_bound
+from pelton.builder.facts import model_recipes
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
-from pelton.builder.report import BuildReport, MachineReport, MemoryReport, QualityReport, TacticReport
-from pelton.builder.weights import stored_bytes, write_weights
+from pelton.builder.report import BuildReport, QualityReport
+from pelton.builder.summary import build_report, engine_config, machine_report
+from pelton.builder.weights import write_weights
 from pelton.engine import native_runner
-from pelton.engine.config import BuildConfig, EngineConfig, MemoryPlan
+from pelton.engine.config import BuildConfig, EngineConfig
 from pelton.engine.session import Session
 from pelton.engine.weight_sources import WeightSources, describe
 from pelton.ir.evaluate import infer_shape
@@ -39,13 +39,15 @@ def build(
     notify: Callable[[str], None] | None = None,
     check: bool = True,
     explain: Callable[[str], None] | None = None,
+    dry_run: bool = False,
 ) -> BuildReport:
     """Build the engine of ``checkpoint`` (a Hugging Face folder or GGUF file) in ``output``.
 
     ``notify`` gets the memory budget and every automatic choice, a sentence each, before weights are
     read. ``explain`` gets what each pass changed, as text. ``check=False`` leaves out the comparison with
-    the reference model. An engine at ``output``
-    is replaced; anything else there is refused.
+    the reference model. An engine at ``output`` is
+    replaced; anything else there is refused. ``dry_run`` reads no weights and writes nothing: the report
+    says what would be built, the memory it needs, and about how long that takes.
 
     Raises ``CheckpointError``, ``ConfigError`` (a setting, or not enough memory) or ``BuildError``
     (the engine's results are wrong); ``output`` is then as it was.
@@ -57,24 +59,28 @@ def build(
     with PeakMemory() as peak:
         with clock("open"):
             opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+            if dry_run:
+                opened = HeadersOnly(opened)
             compiled = compile_model(opened, config or BuildConfig(), clock, explain)
+        if dry_run:
+            return dry_report(opened, compiled, output, clock.seconds, peak.peak, check=check)
         with engine_directory(output) as folder:
             with clock("tokenizer"):
                 (folder / "tokenizer").mkdir()
                 opened.write_tokenizer(folder / "tokenizer")
-            engine_config = _engine_config(opened, compiled, folder / "tokenizer")
-            budget = plan_budget(engine_config)
+            settled = engine_config(opened, compiled, folder / "tokenizer")
+            budget = plan_budget(settled)
             here = budget.notes()
             if replaced:
                 here.append(f"{output.name} existed and is replaced")
             for sentence in (budget.text(), *compiled.notes, *here):
                 say(sentence)
-            check_space(folder, engine_config.memory.weights)
+            check_space(folder, settled.memory.weights)
             with clock("weights"):
                 shards, changes = write_weights(
                     folder / "weights", compiled.weights, opened.read, clock.progress
                 )
-            write_json(folder / "config.json", engine_config)
+            write_json(folder / "config.json", settled)
             write_json(folder / "plan.json", compiled.plan)
             write_compact(folder / "weights.json", _weight_sources(opened, compiled))
             hashes = {path: sha256 for path, _, sha256 in shards}
@@ -84,56 +90,13 @@ def build(
             if check:
                 write_manifest(folder, hashes)
                 with clock("check"):
-                    quality = _check(folder, opened, compiled, engine_config)
-            report = BuildReport(
-                checkpoint=opened.name,
-                architecture=compiled.architecture,
-                num_parameters=engine_config.model.num_parameters,
-                checkpoint_quants=quant_elements(opened),
-                checkpoint_bytes=sum(info.nbytes for info in opened.tensors.values()),
-                stored=stored_bytes(compiled.weights),
-                memory=MemoryReport(
-                    weights=budget.memory.weights,
-                    work=budget.work,
-                    arena_lower_bound=arena_lower_bound(compiled.program, compiled.plan.dims),
-                ),
-                passes=compiled.passes,
-                tactics=_tactic_reports(compiled),
-                candidates=compiled.choice.candidates,
-                quality=quality,
-                notes=(*compiled.notes, *changes),
-            )
+                    quality = _check(folder, opened, compiled, settled)
+            report = build_report(opened, compiled, budget, quality, changes)
             (folder / "report.json").write_bytes(report.stored_json())
             write_manifest(folder, hashes)
             size = total_size(folder)
-    machine = MachineReport(
-        engine=output.name,
-        engine_bytes=size,
-        kv=budget.kv_bytes,
-        kv_tokens=budget.kv_tokens,
-        free=budget.free,
-        longest_context=budget.longest_context,
-        peak_build=peak.peak,
-        notes=tuple(here),
-        seconds=clock.seconds,
-    )
+    machine = machine_report(output, compiled, budget, size, clock.seconds, peak.peak, here)
     return msgspec.structs.replace(report, machine=machine)
-
-
-def _engine_config(checkpoint: Checkpoint, compiled: Compiled, tokenizer: Path) -> EngineConfig:
-    model = model_config(checkpoint, compiled.model, compiled.architecture, tokenizer)
-    kv_dtype = compiled.config.kv_dtype
-    assert kv_dtype is not None
-    return EngineConfig(
-        model=model,
-        build=compiled.config,
-        memory=MemoryPlan(
-            weights=sum(spec.meta.nbytes for spec in compiled.weights),
-            arena=compiled.plan.arena_bytes,
-            workspace=compiled.plan.workspace_bytes,
-            kv_bytes_per_token=kv_bytes_per_token(model.kv_groups, kv_dtype),
-        ),
-    )
 
 
 def _weight_sources(checkpoint: Checkpoint, compiled: Compiled) -> WeightSources:
@@ -147,16 +110,12 @@ def _check(folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: Eng
     max_seq_len = compiled.config.max_seq_len
     assert max_seq_len is not None
     steps, blocks = probe_steps(config, folder / "tokenizer", seed=len(compiled.weights))
+    if compiled.config.fast_build:
+        # Each step streams the whole reference model again.
+        steps = steps[:1]
     model = create_model(checkpoint.config, max_seq_len=max_seq_len)
     recipes = model_recipes(model, checkpoint.source)
     reference = EagerReference(model, recipes, checkpoint.read, config, blocks)
     native = native_runner.unavailable(compiled.plan) is None
     with Session(folder, kv_blocks=blocks, runner="native" if native else "reference") as session:
         return check_engine(session, reference, steps, exact=compiled.exact)
-
-
-def _tactic_reports(compiled: Compiled) -> tuple[TacticReport, ...]:
-    counts: Counter[tuple[str, str]] = Counter()
-    for call, tactic in zip(compiled.program.calls, compiled.choice.tactics, strict=True):
-        counts[call.op.name, tactic.name if tactic else ""] += 1
-    return tuple(TacticReport(op=op, tactic=name, calls=n) for (op, name), n in sorted(counts.items()))

@@ -103,6 +103,7 @@ def compile_model(
         activations=config.activations,
         has_tactic=lambda spec: bool(supporting(spec, tactics)),
         modes=config.passes,
+        fast=bool(config.fast_build),
     )
     with clock("passes"):
         outcomes = run_model_passes(PASSES, model, context, explain)

@@ -55,10 +55,11 @@ def expected_tensors(model: nn.CausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def model_config(
-    checkpoint: Checkpoint, model: nn.CausalLM, architecture: str, tokenizer: Path
+    checkpoint: Checkpoint, model: nn.CausalLM, architecture: str, tokenizer: Path | None
 ) -> ModelConfig:
-    """The runtime's view of the model; ``tokenizer``: the engine's tokenizer folder, written."""
-    special = _read_json(tokenizer / "special_tokens.json")
+    """The runtime's view of the model; ``tokenizer``: the engine's tokenizer folder, written, or None
+    where special tokens do not matter."""
+    special = _read_json(tokenizer / "special_tokens.json") if tokenizer else {}
     config, generation = checkpoint.config, checkpoint.generation_config
     eos: dict[int, None] = {}
     for value in (config.get("eos_token_id"), generation.get("eos_token_id"), special.get("eos_token_ids")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from pelton.builder.calls import Call, Program, Root, Value
@@ -112,6 +113,15 @@ class _Table:
             layer=root.source.layer,
             group=root.source.group,
         )
+
+
+def input_bytes(plan: Plan) -> int:
+    """Bytes of a step's input arrays at the largest step."""
+    sizes = dim_values(plan.dims)
+    shapes = (
+        (sizes[d] if isinstance(d, str) else d for d in b.shape) for b in plan.buffers if b.kind == "input"
+    )
+    return ITEMSIZE["int32"] * sum(math.prod(shape) for shape in shapes)
 
 
 def root_bytes(root: Root, dims: Mapping[str, int]) -> int:

@@ -85,6 +85,8 @@ class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was said of this machine, such as memory that limits the KV cache."""
     seconds: dict[str, float]
     """By stage."""
+    expected_seconds: float = 0.0
+    """Of a dry run: about how long the build takes; 0: this was a build."""
 
 
 class BuildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -123,6 +125,10 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         lines += [f"  note        {note}" for note in notes]
         if machine:
             size = human_bytes(machine.engine_bytes)
+        if machine and machine.expected_seconds:
+            took = f"{machine.expected_seconds:.0f}" if machine.expected_seconds > 10 else "10 or less"
+            lines.append(f"  {machine.engine}  would be {size}, in about {took} s; nothing was written")
+        elif machine:
             lines.append(f"  {machine.engine}  {size} in {sum(machine.seconds.values()):.1f} s")
         return "\n".join(lines)
 
@@ -172,7 +178,7 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     def _quality(self) -> str:
         q = self.quality
         if q is None:
-            return "not checked"
+            return "" if self.machine and self.machine.expected_seconds else "not checked"
         return (
             f"top-1 agreement {q.top1_agreement:.1%}, KL {q.kl_mean:.2g} (max {q.kl_max:.2g}), "
             f"largest error {q.max_error:.1g} over {q.positions} positions"

@@ -62,6 +62,7 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     _resolve_tokens(values, notes)
     _resolve_types(values, facts, notes)
     _resolve_threads(values, notes)
+    _resolve_fast_build(values, notes)
     _resolve_passes(values)
     return BuildConfig(**values), notes
 
@@ -142,6 +143,12 @@ def _resolve_threads(values: dict[str, Any], notes: list[str]) -> None:
         raise ConfigError(f"threads must be 0 (all cores) or more, not {threads}")
     elif threads > available:
         notes.append(f"{threads} threads on the {available} cores here run slower than {available}")
+
+
+def _resolve_fast_build(values: dict[str, Any], notes: list[str]) -> None:
+    values["fast_build"] = bool(values["fast_build"])
+    if values["fast_build"]:
+        notes.append("fast build: only passes that take no time, and a check on one step")
 
 
 def _resolve_passes(values: dict[str, Any]) -> None:

@@ -62,6 +62,8 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     and activations are)."""
     threads: int | None = None
     """CPU threads of a session; 0, the automatic value, means all cores the process may use."""
+    fast_build: bool | None = None
+    """Build in the shortest time: the fewest passes, a shorter check (False)."""
     passes: dict[str, PassMode] = {}
     """Compiler passes by name: ``auto``, ``force`` (fail the build where it does not apply) or ``off``.
     Those that are not named are auto."""
@@ -75,6 +77,13 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     workspace: int
     kv_bytes_per_token: int
     """Over all layers, window not counted."""
+    inputs: int = 0
+    """A step's arrays of the largest size: token ids, positions, block tables."""
+
+    @property
+    def work(self) -> int:
+        """What a step needs besides weights and KV cache."""
+        return self.arena + self.workspace + self.inputs
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ def choose_num_blocks(config: EngineConfig, free: int | None = None) -> tuple[in
     build, memory = config.build, config.memory
     assert build.max_batch_size is not None and build.block_size is not None and build.kv_dtype is not None
     if free is None:
-        free = available_memory() - memory.weights - memory.arena - memory.workspace
+        free = available_memory() - memory.weights - memory.work
     per_block = sum(block_bytes(g, build.block_size, build.kv_dtype) for g in config.model.kv_groups)
     longest = sequence_blocks(config)
     blocks = min(build.max_batch_size * longest, int(max(0, free) * _SHARE) // per_block)

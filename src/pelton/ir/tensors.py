@@ -10,6 +10,10 @@ import numpy.typing as npt
 from pelton.dtypes import is_dense
 
 
+class ValuesNotRead(Exception):
+    """Raised instead of reading the tensor it names, where only headers may be looked at (a dry run)."""
+
+
 @dataclass(frozen=True)
 class HostTensor:
     """Values as checkpoints hold them.

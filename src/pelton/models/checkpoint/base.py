@@ -22,7 +22,7 @@ from pelton.errors import CheckpointError
 from pelton.ir.blocks import blocks_view
 from pelton.ir.evaluate import infer_shape
 from pelton.ir.recipe import Recipe, Source
-from pelton.ir.tensors import HostTensor
+from pelton.ir.tensors import HostTensor, ValuesNotRead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,10 @@ def _count_non_finite(data: npt.NDArray[Any], quant: str) -> int:
 def _tied_note(checkpoint: Checkpoint, head: str, embedding: str) -> str:
     """Say whether a head that the config ties to the embedding repeats it or differs."""
     if embedding in checkpoint.tensors:
-        a, b = checkpoint.read(head), checkpoint.read(embedding)
+        try:
+            a, b = checkpoint.read(head), checkpoint.read(embedding)
+        except ValuesNotRead:
+            return f"{head} is tied to {embedding}: one copy is used, whatever its values, which are not read"
         if a.quant == b.quant and a.shape == b.shape and _same_bytes(a.data, b.data):
             return f"{head} repeats the tied {embedding}: one copy is used"
     return f"{head} differs from {embedding}, to which the config ties it: the embedding is used"

@@ -32,9 +32,14 @@ engine is written next to its place and renamed at the end, so it is never half 
     help="Engine directory to make. Default: the checkpoint's name with .engine, here.",
 )
 @click.option("--force", is_flag=True, help="Replace OUTPUT when it is there.")
+@click.option(
+    "--dry-run", is_flag=True, help="Only tell what would be built, its memory and time: no weights are read."
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @build_options
-def build(checkpoint: str, output: Path | None, force: bool, quiet: bool, config: BuildConfig) -> None:
+def build(
+    checkpoint: str, output: Path | None, force: bool, dry_run: bool, quiet: bool, config: BuildConfig
+) -> None:
     """Compile CHECKPOINT (a Hugging Face folder, GGUF file or hub id) into an engine."""
     from pelton.serving.engine_cache import build_engine, classify, download, local_path
 
@@ -44,7 +49,7 @@ def build(checkpoint: str, output: Path | None, force: bool, quiet: bool, config
     name = Path(checkpoint).resolve().name if kind != "hub" else checkpoint.rpartition("/")[2]
     target = output or Path(name.removesuffix(".gguf") + ".engine")
     if target.exists():
-        if not force:
+        if not force and not dry_run:
             raise ConfigError(f"{target} exists already; choose another -o, or replace it with --force.")
         if not (target / "manifest.json").is_file():
             raise ConfigError(f"{target} exists and is not an engine, so --force does not replace it.")
@@ -52,7 +57,9 @@ def build(checkpoint: str, output: Path | None, force: bool, quiet: bool, config
         raise ConfigError(f"there is no folder {target.absolute().parent} to put {target.name} in.")
     folder = download(checkpoint, notify) if kind == "hub" else local_path(checkpoint)
     with build_progress(quiet) as progress:
-        report = build_engine(folder, config, target, progress=progress, notify=None if quiet else _note)
+        report = build_engine(
+            folder, config, target, progress=progress, notify=None if quiet else _note, dry_run=dry_run
+        )
     if not quiet:
         click.echo(report.text())
 

@@ -106,6 +106,7 @@ def _print(engine: Any, show_plan: bool, verified: bool) -> None:
                 ("weights", human_bytes(memory.weights)),
                 ("arena", human_bytes(memory.arena)),
                 ("workspace", human_bytes(memory.workspace)),
+                ("inputs", human_bytes(memory.inputs)),
                 ("KV per token", human_bytes(memory.kv_bytes_per_token)),
                 (
                     "KV at the limits",

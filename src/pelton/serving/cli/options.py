@@ -33,6 +33,7 @@ BUILD_HELP = {
     "activations": "Input precision of quantised products: float32, int8.",
     "kv_dtype": "Type of cached keys and values: float32, float16, bfloat16.",
     "threads": "CPU threads; 0: all cores. On an engine: any number.",
+    "fast_build": "Build in the shortest time: fewest passes, nothing timed, a shorter check.",
     "passes": "A compiler pass: auto, force or off (repeatable; docs/passes.md lists them).",
 }
 

@@ -190,7 +190,7 @@ def _greeting(llm: AsyncLLM, settings: ServerSettings, host: str, port: int) -> 
     lines = [
         f"pelton: serving {', '.join(settings.model_ids)} at http://{shown}:{port}/v1",
         f"  memory   weights {human_bytes(memory.weights)}, "
-        f"work {human_bytes(memory.arena + memory.workspace)}, "
+        f"work {human_bytes(memory.work)}, "
         f"KV up to {human_bytes(kv_tokens * memory.kv_bytes_per_token)} ({kv_tokens} tokens)",
         f"  limits   {build.max_batch_size} sequences a step, {llm.max_request_tokens} tokens a request, "
         f"{llm.max_waiting} waiting",
