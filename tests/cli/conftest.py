@@ -85,3 +85,23 @@ def fake_pelton(*args: object, program: str = FAKE_MAIN, **options: Any) -> subp
         env=env,
         **options,
     )
+
+
+@pytest.fixture(scope="session")
+def text_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random engine with a tokenizer; real sessions run it (use ``pelton``, not ``run``)."""
+    from tests.cli.text_engine import build_text_engine
+
+    return build_text_engine(tmp_path_factory.mktemp("cli") / "text.engine")
+
+
+@pytest.fixture
+def pelton(capsys: pytest.CaptureFixture[str]) -> Run:
+    """``pelton("inspect", engine)`` in this process, with real sessions."""
+
+    def command(*args: object) -> Result:
+        code = run_command([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return command

@@ -57,13 +57,13 @@ class EagerReference:
                 module.register_forward_pre_hook(self._load)
                 module.register_forward_hook(self._free)
         self._meta: dict[torch.nn.Module, dict[str, Any]] = {}
-        self._k: list[Any] = []
-        self._v: list[Any] = []
+        self.k_caches: list[Any] = []
+        self.v_caches: list[Any] = []
         build = config.build
         assert build.block_size and build.kv_dtype
         for kv in model.layer_kv():
             shape = (num_blocks, kv.num_kv_heads, build.block_size, kv.head_dim)
-            for caches in (self._k, self._v):
+            for caches in (self.k_caches, self.v_caches):
                 caches.append(torch.full(shape, float("nan"), dtype=getattr(torch, build.kv_dtype)))
 
     def run(self, batch: InputBatch) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -78,8 +78,8 @@ class EagerReference:
             logits = self._model(
                 torch.from_numpy(batch.input_ids_T),
                 torch.from_numpy(batch.positions_T),
-                self._k,
-                self._v,
+                self.k_caches,
+                self.v_caches,
                 groups,
                 torch.from_numpy(batch.logits_indices_N),
             )

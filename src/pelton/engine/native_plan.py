@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pelton.dtypes import ITEMSIZE, NATIVE_CODE
 from pelton.engine.batch import Float32, InputBatch
-from pelton.engine.plan import Buffer, Dim, Operand, Plan
+from pelton.engine.plan import Buffer, Dim, Operand, Plan, producers
 from pelton.engine.step_inputs import step_dims, step_inputs
 from pelton.errors import EngineError
 from pelton.kernels import native
@@ -143,8 +143,8 @@ class NativePlan:
         self._dims_address, self._inputs_address = _address(self._dims), _address(self._input_addresses)
         self._seconds: npt.NDArray[np.float64] | None = None
         self._calls = 0
-        self._producer = {o: i for i, ins in enumerate(plan.instructions) for o in reversed(ins.outputs)}
-        self._operand_by_name = {plan.operands[o].name: o for o in self._producer}
+        self._producer = producers(plan)
+        self._operand_by_name = {o.name: i for i, o in enumerate(plan.operands) if o.buffer in self._producer}
         self._handle = self._create(weights, k_caches, v_caches, threads, poison)
         self._logits = self._arena_view(plan.logits)
 
@@ -327,7 +327,7 @@ class NativePlan:
             dtype = self.plan.buffers[operand.buffer].dtype
             shape = tuple(values[d] if isinstance(d, str) else d for d in operand.shape)
             results[name] = np.empty(shape, _NUMPY_DTYPE.get(dtype, np.dtype(dtype)))
-            rows.append((_address(results[name]), o, self._producer[o]))
+            rows.append((_address(results[name]), o, self._producer[operand.buffer]))
         rows.sort(key=lambda row: row[2])
         return results, np.array(rows, _CAPTURE)
 
@@ -337,6 +337,10 @@ class NativePlan:
         """Time every instruction from now on (a barrier and a clock read each: a few per cent)."""
         self._seconds = np.zeros(len(self.plan.instructions), np.float64)
         self._calls = 0
+
+    def stop_profile(self) -> None:
+        """Run without clocks again."""
+        self._seconds = None
 
     def profile(self) -> list[InstructionTime]:
         """Times by instruction since ``start_profile``."""

@@ -93,3 +93,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     arena_bytes: int
     workspace_bytes: int
     """Scratch shared by all instructions, on top of the arena."""
+
+
+def producers(plan: Plan) -> dict[int, int]:
+    """The instruction that makes what is in each arena buffer, both by index."""
+    return {
+        plan.operands[o].buffer: index
+        for index, instruction in enumerate(plan.instructions)
+        for o in instruction.outputs
+    }

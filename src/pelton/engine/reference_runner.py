@@ -6,7 +6,7 @@ native runner, so a wrong memory plan shows here too. Torch is imported when a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pelton.engine.batch import InputBatch, StepResult
 from pelton.engine.kv_cache import KVCaches
-from pelton.engine.plan import Instruction, Operand, Plan
+from pelton.engine.plan import Instruction, Operand, Plan, producers
 from pelton.engine.shards import Shards
 from pelton.engine.step_inputs import step_dims, step_inputs
 
@@ -50,6 +50,14 @@ class ReferenceRunner:
                 cache = (caches.k if buffer.kind == "k_cache" else caches.v)[buffer.layer]
                 tensor = torch.from_numpy(cache)
                 self._fixed[index] = tensor.view(torch.bfloat16) if buffer.dtype == "bfloat16" else tensor
+        self.observe: Callable[[int, list[Any]], None] | None = None
+        """Called after each instruction with its index and its outputs' memory, which it may overwrite."""
+        producer = producers(plan)
+        self._made: dict[int, list[int]] = {}
+        """Operands, views too, that each instruction's results can be taken as."""
+        for index, operand in enumerate(plan.operands):
+            if operand.buffer in producer:
+                self._made.setdefault(producer[operand.buffer], []).append(index)
         self._ops = all_ops()
         self._order = {name: _argument_order(op.torch_op) for name, op in self._ops.items()}
 
@@ -71,14 +79,18 @@ class ReferenceRunner:
             self._arena.fill_(0xFF)
         inputs = {name: torch.from_numpy(array) for name, array in step_inputs(batch).items()}
         taken: dict[str, npt.NDArray[np.generic]] = {}
-        for instruction in plan.instructions:
+        for position, instruction in enumerate(plan.instructions):
             results = self._call(instruction, dims, inputs)
+            views = []
             for index, value in zip(instruction.outputs, results, strict=True):
                 operand = plan.operands[index]
-                view = self._view(operand, dims, inputs)
-                view.copy_(value)
-                if operand.name in wanted:
-                    taken[operand.name] = view.numpy().copy()
+                views.append(self._view(operand, dims, inputs))
+                views[-1].copy_(value)
+            for index in self._made.get(position, ()):
+                if plan.operands[index].name in wanted:
+                    taken[plan.operands[index].name] = self._array(plan.operands[index], dims, inputs)
+            if self.observe is not None:
+                self.observe(position, views)
         logits = self._view(plan.operands[plan.logits], dims, inputs).numpy()
         return StepResult(logits_NV=logits, outputs=taken)
 
@@ -112,6 +124,17 @@ class ReferenceRunner:
         else:
             flat = self._weight(operand.buffer)
         return flat.as_strided(shape, operand.strides, flat.storage_offset() + operand.offset)
+
+    def _array(
+        self, operand: Operand, dims: dict[str, int], inputs: dict[str, Any]
+    ) -> npt.NDArray[np.generic]:
+        """A contiguous copy; bfloat16 as its bits in uint16."""
+        copy = self._view(operand, dims, inputs).contiguous().clone()
+        if copy.dtype == self._torch.bfloat16:
+            bits: npt.NDArray[np.generic] = copy.view(self._torch.int16).numpy().view(np.uint16)
+            return bits
+        array: npt.NDArray[np.generic] = copy.numpy()
+        return array
 
     def _weight(self, index: int) -> Any:
         if index not in self._fixed:

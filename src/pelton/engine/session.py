@@ -15,6 +15,7 @@ from pelton.engine.artifact import Engine, open_engine
 from pelton.engine.batch import InputBatch, StepResult
 from pelton.engine.config import EngineConfig
 from pelton.engine.kv_cache import KVCaches, allocate, resolve_num_blocks
+from pelton.engine.native_plan import NativePlan
 from pelton.engine.prefault import Prefault
 from pelton.engine.resources import cores
 from pelton.engine.validate import BatchChecker
@@ -61,7 +62,7 @@ class Session:
         self.num_blocks = resolve_num_blocks(self.config, kv_blocks)
         self._checker = BatchChecker(self.config, self.num_blocks, self.engine.plan.dims["N"])
         plan = self.engine.plan
-        self._names = frozenset(plan.operands[o].name for i in plan.instructions for o in i.outputs)
+        self._names = frozenset(o.name for o in plan.operands if plan.buffers[o.buffer].kind == "arena")
         self._caches = allocate(self.config, self.num_blocks)
         self.weight_epoch = 0
         """How often the weights have been replaced: part of what cached prefixes are keyed by."""
@@ -74,11 +75,21 @@ class Session:
         """Changes with any byte of the engine: what cached prefixes are keyed by."""
         return self.engine.engine_id
 
+    @property
+    def native_plan(self) -> NativePlan | None:
+        """What runs the steps natively, for profilers; None on the reference runner."""
+        return self._runner.plan if isinstance(self._runner, native_runner.NativeRunner) else None
+
+    @property
+    def kv_caches(self) -> KVCaches:
+        """The caches, for debuggers: (blocks, kv_heads, block_size, head_dim) of each layer."""
+        return self._caches
+
     def run(self, batch: InputBatch, outputs: Sequence[str] = ()) -> StepResult:
         """Compute one step and write its KV.
 
-        ``outputs`` names intermediate tensors (the outputs of the plan's instructions) to return
-        besides the logits.
+        ``outputs`` names intermediate tensors to return besides the logits: what the plan's instructions
+        make, and the views of it that others read (``pelton debug ENGINE --list``).
         Raises ``ValueError`` when ``batch`` breaks the contract or a name is unknown; the KV cache
         is then untouched. The result's arrays are valid until the next run.
         """

@@ -32,6 +32,8 @@ COMMANDS = {
     "inspect": ("pelton.serving.cli.inspect", "Show what is in an engine."),
     "refit": ("pelton.serving.cli.refit", "Put new weights into an engine, without a rebuild."),
     "strip": ("pelton.serving.cli.refit", "Write an engine without its weights."),
+    "profile": ("pelton.serving.cli.profile", "Time an engine by op and layer, beside the machine's limits."),
+    "debug": ("pelton.serving.cli.debug", "Look at tensors; find the op that departs from a reference."),
     "bench": ("pelton.serving.cli.bench", "Measure decode, prefill and start-up of a model."),
     "doctor": ("pelton.serving.cli.doctor", "Check this installation and this machine."),
     "version": ("pelton.serving.cli.doctor", "Print the version."),

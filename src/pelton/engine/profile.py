@@ -1,0 +1,200 @@
+"""Times an engine's instructions while it prefills prompts and decodes after them.
+
+Every step is run twice over the same KV slots: as it is served, and with a clock read at each
+instruction. What the second takes besides its instructions is the host's share of a step: checks,
+staging, the call, waking the threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pelton.engine.batch import InputBatch
+from pelton.engine.config import EngineConfig
+from pelton.engine.cost import Cost, StepShape, step_costs
+from pelton.engine.native_plan import NativePlan
+from pelton.engine.pieces import Piece, make_batch
+from pelton.engine.session import Session
+from pelton.errors import ConfigError, EngineError
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """One step, timed."""
+
+    phase: str
+    """prefill or decode."""
+    shape: StepShape
+    plain: float
+    """Seconds of ``Session.run`` without profiling."""
+    wall: float
+    """The same with it."""
+    seconds: npt.NDArray[np.float64]
+    """By instruction."""
+    costs: list[Cost]
+    """By instruction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseProfile:
+    """The steps of a phase as one: of prefill their sum (the whole prompt, in chunks), of decode the
+    median step."""
+
+    phase: str
+    steps: int
+    tokens: int
+    """Tokens computed: of the whole prompts, or of one decode step."""
+    plain: float
+    wall: float
+    seconds: npt.NDArray[np.float64]
+    costs: list[Cost]
+
+    @property
+    def host(self) -> float:
+        """Seconds that were not in an instruction."""
+        return max(0.0, self.wall - float(self.seconds.sum()))
+
+
+def profile_session(session: Session, prompts: Sequence[Tokens], steps: int) -> list[StepProfile]:
+    """Prefill ``prompts`` (batched, in chunks of ``max_num_tokens``), then decode ``steps`` tokens each.
+
+    The session's cache must hold them (``blocks_needed``); its contents are overwritten. Raises
+    ``ConfigError`` when the engine's limits do not allow it, ``EngineError`` without the native runner.
+    """
+    plan = session.native_plan
+    if plan is None:
+        raise EngineError(
+            "profiles are made of the native runner, and this engine runs on the reference here; "
+            "run it where the native library is"
+        )
+    _check_limits(session, prompts, steps)
+    blocks = _block_tables(session, prompts, steps)
+    _step(session, plan, "warm", [p[:1] for p in prompts], [0] * len(prompts), blocks)
+    done = [0] * len(prompts)
+    found = []
+    limit = session.config.build.max_num_tokens
+    assert limit is not None
+    while any(d < p.size for d, p in zip(done, prompts, strict=True)):
+        room, new = limit, []
+        for d, p in zip(done, prompts, strict=True):
+            new.append(p[d : d + room])
+            room -= new[-1].size
+        found.append(_step(session, plan, "prefill", new, done, blocks)[0])
+        done = [d + n.size for d, n in zip(done, new, strict=True)]
+    tokens = [p[-1:] for p in prompts]
+    for _ in range(steps):
+        step, tokens = _step(session, plan, "decode", tokens, done, blocks)
+        found.append(step)
+        done = [d + 1 for d in done]
+    return found
+
+
+def phases(steps: Sequence[StepProfile]) -> list[PhaseProfile]:
+    """Prefill and decode of ``profile_session``'s steps, where there are any."""
+    found = []
+    for phase in ("prefill", "decode"):
+        own = [s for s in steps if s.phase == phase]
+        if not own:
+            continue
+        times = np.stack([s.seconds for s in own])
+        together = np.sum if phase == "prefill" else np.median
+        # A decode step grows by a key per sequence: the middle one stands for all.
+        counted = own if phase == "prefill" else [own[len(own) // 2]]
+        costs = [sum(parts, Cost()) for parts in zip(*(s.costs for s in counted), strict=True)]
+        found.append(
+            PhaseProfile(
+                phase=phase,
+                steps=len(own),
+                tokens=sum(sum(s.shape.new) for s in counted),
+                plain=float(together([s.plain for s in own])),
+                wall=float(together([s.wall for s in own])),
+                seconds=together(times, axis=0),
+                costs=costs,
+            )
+        )
+    return found
+
+
+def blocks_needed(config: EngineConfig, prompts: Sequence[Tokens], steps: int) -> int:
+    """KV blocks that ``profile_session`` uses."""
+    size = config.build.block_size
+    assert size is not None
+    return sum(-(-(p.size + steps) // size) for p in prompts)
+
+
+def _check_limits(session: Session, prompts: Sequence[Tokens], steps: int) -> None:
+    build = session.config.build
+    assert build.max_batch_size and build.max_seq_len
+    if not 1 <= len(prompts) <= build.max_batch_size:
+        raise ConfigError(
+            f"the engine takes 1 to {build.max_batch_size} sequences (max_batch_size), not {len(prompts)}"
+        )
+    longest = max(p.size for p in prompts)
+    if min(p.size for p in prompts) < 1:
+        raise ConfigError("a prompt has no tokens; give at least one")
+    if longest + steps > build.max_seq_len:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and {steps} steps are beyond the engine's {build.max_seq_len} "
+            "tokens (max_seq_len); use a shorter prompt or fewer steps"
+        )
+
+
+def _block_tables(session: Session, prompts: Sequence[Tokens], steps: int) -> list[Tokens]:
+    """Blocks of each sequence, one after another."""
+    size = session.config.build.block_size
+    assert size is not None
+    tables, first = [], 0
+    for p in prompts:
+        count = -(-(p.size + steps) // size)
+        tables.append(np.arange(first, first + count, dtype=np.int32))
+        first += count
+    return tables
+
+
+def _step(
+    session: Session,
+    plan: NativePlan,
+    phase: str,
+    new: Sequence[Tokens],
+    done: Sequence[int],
+    blocks: Sequence[Tokens],
+) -> tuple[StepProfile, list[Tokens]]:
+    """Run a step plainly and profiled; also the likeliest next token of each sequence."""
+    live = [i for i, n in enumerate(new) if n.size]
+    pieces = [Piece(tokens=new[i], start=done[i], blocks=blocks[i]) for i in live]
+    ends = np.cumsum([p.tokens.size for p in pieces]) - 1
+    batch = make_batch(pieces, session.config, ends.tolist())
+    shape = StepShape(
+        new=tuple(p.tokens.size for p in pieces),
+        keys=tuple(p.start + p.tokens.size for p in pieces),
+        logits=len(pieces),
+    )
+    plain, _ = _timed(session, batch)
+    plan.start_profile()
+    try:
+        wall, logits = _timed(session, batch)
+        seconds = np.array([t.seconds for t in plan.profile()])
+    finally:
+        plan.stop_profile()
+    step = StepProfile(
+        phase=phase,
+        shape=shape,
+        plain=plain,
+        wall=wall,
+        seconds=seconds,
+        costs=step_costs(plan.plan, shape),
+    )
+    return step, [row.argmax(keepdims=True).astype(np.int32) for row in logits]
+
+
+def _timed(session: Session, batch: InputBatch) -> tuple[float, npt.NDArray[np.float32]]:
+    start = time.perf_counter()
+    result = session.run(batch)
+    return time.perf_counter() - start, result.logits_NV
