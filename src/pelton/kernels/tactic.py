@@ -65,6 +65,8 @@ class Tactic:
 #: Element types of KV caches, and the largest head that the native attention kernels take.
 CACHE_DTYPES = ("float32", "float16", "bfloat16")
 MAX_HEAD_DIM = 512
+#: Scratch of each thread of the native library.
+SCRATCH_BYTES = 1 << 20
 
 
 def all_float32(node: NodeSpec, besides: tuple[int, ...] = ()) -> bool:

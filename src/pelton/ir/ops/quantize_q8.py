@@ -14,32 +14,41 @@ from pelton.ir.op import Op, Sample, register
 
 BLOCK = 32
 BLOCK_BYTES = 44
-"""Per block: 32 int8 values, float32 d, and 8 bytes for sums that a kernel may keep."""
+"""Per block: int8 q[32], float32 d, float32 d * sum(q), and the int16 sums of q over the block's halves."""
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:
     """``x``: (T, K), K a multiple of 32 -> uint8 (T, K / 32 * 44), to be read by ``*_q8`` ops alone.
 
-    The bytes are opaque: here blocks of a row stand one after another, each as 32 int8 values, d, and
-    the sums ``d * sum(q)`` of the block's halves; a target's kernels agree on their own order among
-    themselves. A block with a value that is not finite has d = NaN.
+    Blocks of a row stand one after another (``BLOCK_BYTES``); the sums serve weights with offsets and zero
+    points. A block with a value that is not finite has d = NaN.
     """
     blocks = x.float().reshape(x.shape[0], -1, BLOCK)
     finite = blocks.isfinite().all(-1, keepdim=True)
     top = torch.where(finite, blocks.abs().amax(-1, keepdim=True), 0.0)
     inverse = torch.where(top > 0, 127 / top, 0.0)
     q = torch.where(finite, torch.round(blocks * inverse), 0.0)
-    d = torch.where(finite, top / 127, float("nan"))
-    sums = d * q.unflatten(-1, (2, BLOCK // 2)).sum(-1)
-    floats = torch.cat([d, sums], -1).contiguous().view(torch.uint8)
-    return torch.cat([q.to(torch.int8).view(torch.uint8), floats], -1).flatten(1)
+    return pack(q.to(torch.int8), torch.where(finite, top / 127, float("nan")))
+
+
+def pack(q: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """``q``: int8 (T, blocks, 32), ``d``: float32 (T, blocks, 1) -> the bytes."""
+    halves = q.int().unflatten(-1, (2, BLOCK // 2)).sum(-1)
+    floats = torch.cat([d, d * halves.sum(-1, keepdim=True)], -1)
+    parts = (q, floats.contiguous(), halves.to(torch.int16))
+    return torch.cat([part.view(torch.uint8) for part in parts], -1).flatten(1)
+
+
+def unpack(x_q8: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes' ``q`` and ``d``, as ``pack`` takes them."""
+    blocks = x_q8.reshape(x_q8.shape[0], -1, BLOCK_BYTES)
+    q = blocks[..., :BLOCK].contiguous().view(torch.int8)
+    return q, blocks[..., BLOCK : BLOCK + 4].contiguous().view(torch.float32)
 
 
 def dequantize(x_q8: torch.Tensor) -> torch.Tensor:
-    """The values (T, K) float32 that the reference's bytes stand for."""
-    blocks = x_q8.reshape(x_q8.shape[0], -1, BLOCK_BYTES)
-    q = blocks[..., :BLOCK].contiguous().view(torch.int8).float()
-    d = blocks[..., BLOCK : BLOCK + 4].contiguous().view(torch.float32)
+    """The values (T, K) float32 that the bytes stand for."""
+    q, d = unpack(x_q8)
     return (q * d).flatten(1)
 
 

@@ -1,24 +1,10 @@
 // activation, gated_activation, softcap, add, mul, scale: element by element, so any split of the work
 // gives the same result.
-#include "simd.h"
+#include "activations.h"
 
 namespace {
 
 constexpr int64_t kChunk = 1024;  // elements of a row per claim
-
-template <uint32_t KIND>
-inline vf activate(vf x) {
-  switch (KIND) {
-    case PELTON_STRING("silu"): return x * vsigmoid(x);
-    case PELTON_STRING("gelu"): return x * vset(0.5f) * vone_plus_erf(x * vset(0.707106781f));
-    case PELTON_STRING("gelu_tanh"): {
-      // 0.5 x (1 + tanh(u)) = x sigmoid(2u), which does not cancel for x < 0.
-      const vf u = x * vfma(x * x, vset(0.0356774081f), vset(0.797884561f));
-      return x * vsigmoid(u + u);
-    }
-    default: return vmax(vset(0.0f), x);  // relu; NaN stays
-  }
-}
 
 // Runs f(row, begin, length) over pieces of rows, claimed by the threads.
 template <class F>

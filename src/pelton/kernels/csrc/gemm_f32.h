@@ -1,10 +1,10 @@
-// linear with float32 activations: dense weights as they are, block weights dequantised exactly.
+// Panels times float32 activations: dense weights as they are, block weights dequantised exactly.
 //
 // A stretch of a panel becomes float32 [k][16] once (not even that when it is float32 already); a tile is
 // 16 rows x up to kTileTokensF32 tokens, acc = fma(w, x, acc) over k in order in every variant, so a row's
 // result does not depend on the number of tokens.
 #pragma once
-#include "gemm_int8.h"
+#include "gemm_tile.h"
 
 namespace {
 
@@ -30,13 +30,16 @@ struct Panel {
     for (int64_t b = 0; b < n / 32; b++, buffer += 32 * kPanelRows) {
       F d[W::kHalves][kRegs], m[W::kHalves][kRegs];
       for (int half = 0; half < W::kHalves; half++)
-        for (int r = 0; r < kRegs; r++) from.scales(first / 32 + b, half, r, d[half][r], m[half][r]);
+        for (int r = 0; r < kRegs; r++) {
+          from.scales(first / 32 + b, half, r, d[half][r], m[half][r]);
+          if (!W::kMin) m[half][r] = mul(d[half][r], constant(-W::kZero));
+        }
       from.groups(first / 32 + b, [&](int g, int r, I w) __attribute__((always_inline)) {
         for (int j = 0; j < 4; j++) {
           const F q = W::kBits == 8 ? column_i8(w, j) : column_u8(w, j);
           const int half = group_half<W>(g);
           store_f32(buffer + (4 * g + j) * kPanelRows + r * kLanes,
-                    W::kMin ? fma(q, d[half][r], m[half][r]) : mul(q, d[half][r]));
+                    W::kBits == 8 ? mul(q, d[half][r]) : fma(q, d[half][r], m[half][r]));
         }
       });
     }
@@ -78,7 +81,7 @@ __attribute__((noinline)) void run_tile_f32(const float* w, const float* x, int6
     for (int t = 0; t < R; t++)
       for (int r = 0; r < kRegs; r++) acc[t][r] = zero();
   } else {
-    load_tile<R>(to, acc);
+    load_tile<R>(to, R, acc);
   }
   for (int64_t i = 0; i < n; i++, w += kPanelRows, x++) {
     F weights[kRegs];
@@ -88,45 +91,44 @@ __attribute__((noinline)) void run_tile_f32(const float* w, const float* x, int6
       for (int r = 0; r < kRegs; r++) acc[t][r] = fma(weights[r], value, acc[t][r]);
     }
   }
-  store_tile<R>(to, first + n == k, acc);
+  store_tile<R>(to, R, first + n == k, acc);
 }
 
+// The product of weights of type W with float32 activations, a panel at a time.
 template <class W>
-void linear_f32(const pelton_call* call, pelton_team* team, int) {
-  const pelton_tensor *x = call->in[0], *w = call->in[1], *bias = pelton_in(call, 2), *y = call->out[0];
-  const int64_t tokens = x->shape[0], rows = w->shape[0], k = w->shape[1];
-  const int64_t panels = (rows + kPanelRows - 1) / kPanelRows, bytes = Panel<W>::bytes(k);
+struct Float {
+  struct Input {
+    const float* data;
+    int64_t stride, tokens;
+  };
+  static int64_t panel_bytes(int64_t k) { return Panel<W>::bytes(k); }
+  static Input input(const pelton_call* call, pelton_team*, int, uint8_t*) {
+    const pelton_tensor* x = call->in[0];
+    return {(const float*)x->data, x->stride[0], x->shape[0]};
+  }
+  static Input tokens(const Input& x, int64_t first, int64_t n) { return {x.data + first * x.stride, x.stride, n}; }
 
-  alignas(64) float buffer[kStretch * kPanelRows];
-  const Split split(panels, pelton_team_size(team));
-  int64_t lo, hi;
-  while (split.claim(team, lo, hi)) {
-    for (int64_t p = lo; p < hi; p++) {
-      const int64_t row = p * kPanelRows;
-      for (int64_t first = 0; first < k; first += kStretch) {
-        const int64_t n = k - first < kStretch ? k - first : kStretch;
-        const float* weights =
-            Panel<W>::stretch((const uint8_t*)w->data + p * bytes, k, first, n, buffer);
-        Target to = {(float*)y->data + row, y->stride[0], bias ? (const float*)bias->data + row : NULL,
-                     rows - row};
-        constexpr int kFull = kTileTokensF32;
-        for (int64_t t = 0; t < tokens; t += kFull, to.out += kFull * to.stride) {
-          const float* in = pelton_row_f32(x, t) + first;
-          const int64_t s = x->stride[0];
-          switch (tokens - t) {
-            case 1: run_tile_f32<1>(weights, in, s, first, n, k, to); break;
-            case 2: run_tile_f32<kFull < 2 ? kFull : 2>(weights, in, s, first, n, k, to); break;
-            case 3: run_tile_f32<kFull < 3 ? kFull : 3>(weights, in, s, first, n, k, to); break;
-            case 4: run_tile_f32<kFull < 4 ? kFull : 4>(weights, in, s, first, n, k, to); break;
-            case 5: run_tile_f32<kFull < 5 ? kFull : 5>(weights, in, s, first, n, k, to); break;
-            case 6: run_tile_f32<kFull < 6 ? kFull : 6>(weights, in, s, first, n, k, to); break;
-            case 7: run_tile_f32<kFull < 7 ? kFull : 7>(weights, in, s, first, n, k, to); break;
-            default: run_tile_f32<kFull>(weights, in, s, first, n, k, to); break;
-          }
+  __attribute__((noinline)) static void multiply(const uint8_t* panel, int64_t k, const Input& x, const Target& all) {
+    alignas(64) float buffer[kStretch * kPanelRows];
+    constexpr int kFull = kTileTokensF32;
+    for (int64_t first = 0; first < k; first += kStretch) {
+      const int64_t n = k - first < kStretch ? k - first : kStretch, s = x.stride;
+      const float *weights = Panel<W>::stretch(panel, k, first, n, buffer), *in = x.data + first;
+      Target to = all;
+      for (int64_t t = 0; t < x.tokens; t += kFull, to.out += kFull * to.stride, in += kFull * s) {
+        switch (x.tokens - t) {
+          case 1: run_tile_f32<1>(weights, in, s, first, n, k, to); break;
+          case 2: run_tile_f32<kFull < 2 ? kFull : 2>(weights, in, s, first, n, k, to); break;
+          case 3: run_tile_f32<kFull < 3 ? kFull : 3>(weights, in, s, first, n, k, to); break;
+          case 4: run_tile_f32<kFull < 4 ? kFull : 4>(weights, in, s, first, n, k, to); break;
+          case 5: run_tile_f32<kFull < 5 ? kFull : 5>(weights, in, s, first, n, k, to); break;
+          case 6: run_tile_f32<kFull < 6 ? kFull : 6>(weights, in, s, first, n, k, to); break;
+          case 7: run_tile_f32<kFull < 7 ? kFull : 7>(weights, in, s, first, n, k, to); break;
+          default: run_tile_f32<kFull>(weights, in, s, first, n, k, to); break;
         }
       }
     }
   }
-}
+};
 
 }  // namespace

@@ -8,31 +8,31 @@ namespace {
 
 constexpr int kPanelRows = 16;
 
-// A type's quants are unsigned bytes below 2^kBits once unpacked (kBits 8: signed bytes), with kHalves scales
-// per 32 columns. A value is d * u + m, where m is there when kMin.
+// A type's quants are unsigned bytes u below 2^kBits once unpacked (kBits 8: signed bytes), with kHalves scales
+// per 32 columns. A value is d * (u - kZero), and plus m when kMin.
 struct Q4_0 {
-  static constexpr int kBits = 4, kHalves = 1, kBlock = 32, kScaleBytes = 32, kQuantBytes = 256;
-  static constexpr bool kMin = true;
+  static constexpr int kBits = 4, kZero = 8, kHalves = 1, kBlock = 32, kScaleBytes = 32, kQuantBytes = 256;
+  static constexpr bool kMin = false;
 };
 struct Q4_1 {
-  static constexpr int kBits = 4, kHalves = 1, kBlock = 32, kScaleBytes = 64, kQuantBytes = 256;
+  static constexpr int kBits = 4, kZero = 0, kHalves = 1, kBlock = 32, kScaleBytes = 64, kQuantBytes = 256;
   static constexpr bool kMin = true;
 };
 struct Q5_0 {
-  static constexpr int kBits = 5, kHalves = 1, kBlock = 32, kScaleBytes = 32, kQuantBytes = 320;
-  static constexpr bool kMin = true;
+  static constexpr int kBits = 5, kZero = 16, kHalves = 1, kBlock = 32, kScaleBytes = 32, kQuantBytes = 320;
+  static constexpr bool kMin = false;
 };
 struct Q8_0 {
-  static constexpr int kBits = 8, kHalves = 1, kBlock = 32, kScaleBytes = 32, kQuantBytes = 512;
+  static constexpr int kBits = 8, kZero = 0, kHalves = 1, kBlock = 32, kScaleBytes = 32, kQuantBytes = 512;
   static constexpr bool kMin = false;
 };
 struct Q4_K {
-  static constexpr int kBits = 4, kHalves = 1, kBlock = 256, kScaleBytes = 320, kQuantBytes = 256;
+  static constexpr int kBits = 4, kZero = 0, kHalves = 1, kBlock = 256, kScaleBytes = 320, kQuantBytes = 256;
   static constexpr bool kMin = true;
 };
 struct Q6_K {
-  static constexpr int kBits = 6, kHalves = 2, kBlock = 256, kScaleBytes = 288, kQuantBytes = 384;
-  static constexpr bool kMin = true;
+  static constexpr int kBits = 6, kZero = 32, kHalves = 2, kBlock = 256, kScaleBytes = 288, kQuantBytes = 384;
+  static constexpr bool kMin = false;
 };
 
 template <class Q>
@@ -42,6 +42,14 @@ inline int64_t scale_area(int64_t k) {
 template <class Q>
 inline int64_t panel_bytes(int64_t k) {
   return scale_area<Q>(k) + k / 32 * Q::kQuantBytes;
+}
+
+// Two int16 factors, for the sums of a block's halves, that give `factor` times the sum which accumulator `half`
+// stands for.
+template <class Q>
+constexpr int32_t halves_times(int half, int factor) {
+  const uint32_t low = (uint16_t)factor, first = Q::kHalves == 1 || half == 0 ? low : 0;
+  return (int32_t)(first | (Q::kHalves == 1 || half == 1 ? low << 16 : 0));
 }
 
 }  // namespace

@@ -1,15 +1,12 @@
-// linear with int8 activations: y = x W^T (+ bias), W in blocks of 32 columns (x16 layout).
+// Panels times int8 activations: W in blocks of 32 columns (x16 layout), x quantised (quantise.h).
 //
-// 1. Each token's row is quantised per 32 columns: d = max|x| / 127, q = round(x / d).
-// 2. Panels of 16 rows are dealt to the threads. A tile is 16 rows x up to kTileTokens tokens: per block
-//    of 32 columns an exact integer sum, then acc = fma(sum, d_w d_x, acc) and acc = fma(m_w, sum of x,
-//    acc). That order is the same in every variant, so a row's result does not depend on the number of
-//    tokens.
-// Up to kFewTokens tokens unpack the weights in registers; more unpack a stretch of the panel once.
+// A tile is 16 rows x up to kTileTokens tokens: per block of 32 columns an exact integer sum, then acc =
+// fma(sum, d_w d_x, acc), and acc = fma(m_w, sum of x, acc) where the type has m. That order is the same in every
+// variant, so a row's result does not depend on the number of tokens. Up to kFewTokens tokens unpack the
+// weights in registers; more unpack a stretch of the panel once.
 #pragma once
-#include "gemm_quantise.h"
-#include "gemm_source.h"
-#include "gemm_split.h"
+#include "gemm_tile.h"
+#include "quantise.h"
 
 namespace {
 
@@ -17,21 +14,19 @@ constexpr int kFewTokens = 8;
 // Below so many values every thread quantises for itself: cheaper than a barrier.
 constexpr int64_t kPrivateValues = 4096;
 
-// Adds blocks [0, n) of the source to acc, for R tokens.
+// Adds blocks [0, n) of the source to acc, for R tokens whose blocks begin at row[t].
 template <class Source, int R>
-PELTON_INLINE void tile(const Source& w, const uint8_t* act, int64_t n, F (&acc)[R][kRegs]) {
+PELTON_INLINE void tile(const Source& w, const uint8_t* const (&row)[R], int64_t n, F (&acc)[R][kRegs]) {
   using Q = typename Source::Quant;
-  for (int64_t b = 0; b < n; b++, act += R * kActBytes) {
-    const float* f = (const float*)(act + 32 * R);
-    Dot<Q::kBits> dot[Q::kHalves][R][kRegs];
+  for (int64_t b = 0, at = 0; b < n; b++, at += kActBytes) {
+    Dot<Q> dot[Q::kHalves][R][kRegs];
     for (int half = 0; half < Q::kHalves; half++)
       for (int t = 0; t < R; t++)
-        for (int r = 0; r < kRegs; r++) dot[half][t][r].start((const int32_t*)(f + 2 * R + t));
+        for (int r = 0; r < kRegs; r++) dot[half][t][r].start(row[t] + at + kActHalves, half);
     w.groups(b, [&](int g, int r, I weights) __attribute__((always_inline)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int t = 0; t < R; t++)
-        dot[group_half<Q>(g)][t][r].add(group_order<Q>(g, Source::kPairs), weights,
-                                        spread4(act + (g * R + t) * 4));
+        dot[group_half<Q>(g)][t][r].add(group_order<Q>(g, Source::kPairs), weights, spread4(row[t] + at + 4 * g));
     });
 #pragma GCC unroll 2
     for (int half = 0; half < Q::kHalves; half++)
@@ -39,112 +34,98 @@ PELTON_INLINE void tile(const Source& w, const uint8_t* act, int64_t n, F (&acc)
       for (int r = 0; r < kRegs; r++) {
         F d, m;
         w.scales(b, half, r, d, m);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int t = 0; t < R; t++) {
-          acc[t][r] = fma(to_float(dot[half][t][r].sum()), mul(d, spread(f + t)), acc[t][r]);
-          if (Q::kMin) acc[t][r] = fma(m, spread(f + (1 + half) * R + t), acc[t][r]);
+          const uint8_t* block = row[t] + at;
+          const F sum = to_float(dot[half][t][r].sum(block + kActHalves, half));
+          acc[t][r] = fma(sum, mul(d, spread((const float*)(block + kActScale))), acc[t][r]);
+          if (Q::kMin) acc[t][r] = fma(m, spread((const float*)(block + kActSum)), acc[t][r]);
         }
       }
   }
 }
 
-// Where a tile's results go: rows [row, row + 16) of the output, of which `rows` exist.
-struct Target {
-  float* out;  // of the tile's first token
-  int64_t stride;
-  const float* bias;  // of the first row; NULL: none
-  int64_t rows;
+// `tokens` of quantised rows.
+struct Act {
+  const uint8_t* data;
+  int64_t stride;  // bytes
+  int64_t tokens;
 };
 
-template <int R>
-PELTON_INLINE void load_tile(const Target& to, F (&acc)[R][kRegs]) {
-  for (int t = 0; t < R; t++)
-    for (int r = 0; r < kRegs; r++)
-      acc[t][r] = load_f32(to.out + t * to.stride + r * kLanes, to.rows - r * kLanes);
-}
-template <int R>
-PELTON_INLINE void store_tile(const Target& to, bool last, F (&acc)[R][kRegs]) {
-  for (int r = 0; r < kRegs; r++) {
-    const F bias = last && to.bias ? load_f32(to.bias + r * kLanes, to.rows - r * kLanes) : zero();
-    for (int t = 0; t < R; t++) {
-      const F v = last && to.bias ? add(acc[t][r], bias) : acc[t][r];
-      float* p = to.out + t * to.stride + r * kLanes;
-      if (to.rows >= kPanelRows)
-        store_f32(p, v);
-      else
-        store_f32(p, v, to.rows - r * kLanes);
-    }
-  }
-}
-
-// Blocks [first, first + n) of `blocks`; acc continues from the output unless first is 0.
+// Blocks [first, first + n) of `blocks` for the first R tokens or fewer; acc continues from the output unless
+// first is 0.
 template <class Source, int R>
-__attribute__((noinline)) void run_tile(const Source& w, const uint8_t* act, int64_t first, int64_t n,
-                                        int64_t blocks, const Target& to) {
+__attribute__((noinline)) void run_tile(const Source& w, const Act& x, int64_t first, int64_t n, int64_t blocks,
+                                        const Target& to) {
+  const uint8_t* row[R];
+  for (int t = 0; t < R; t++)  // what a tile has too many are copies of its last
+    row[t] = x.data + (t < x.tokens ? t : x.tokens - 1) * x.stride + first * kActBytes;
   F acc[R][kRegs];
   if (first == 0) {
     for (int t = 0; t < R; t++)
       for (int r = 0; r < kRegs; r++) acc[t][r] = zero();
   } else {
-    load_tile<R>(to, acc);
+    load_tile<R>(to, x.tokens, acc);
   }
-  tile<Source, R>(w, act + first * R * kActBytes, n, acc);
-  store_tile<R>(to, first + n == blocks, acc);
+  tile<Source, R>(w, row, n, acc);
+  store_tile<R>(to, x.tokens, first + n == blocks, acc);
 }
 
 // All tokens with one source.
 template <class Source>
-void run_tokens(const Source& w, const uint8_t* act, int64_t tokens, int64_t first, int64_t n, int64_t blocks,
-                Target to) {
+void run_tokens(const Source& w, Act x, int64_t first, int64_t n, int64_t blocks, Target to) {
   constexpr int kFull = kTileTokens;
-  for (int64_t t = 0; t < tokens; t += kFull, to.out += kFull * to.stride) {
-    const uint8_t* group = act + act_group_offset(t / kFull, blocks);
-    switch (tokens - t) {
-      case 1: run_tile<Source, 1>(w, group, first, n, blocks, to); break;
-      case 2: run_tile<Source, kFull < 2 ? kFull : 2>(w, group, first, n, blocks, to); break;
-      case 3: run_tile<Source, kFull < 3 ? kFull : 3>(w, group, first, n, blocks, to); break;
-      default: run_tile<Source, kFull>(w, group, first, n, blocks, to); break;
-    }
+  while (x.tokens > 0) {
+    const int64_t tokens = x.tokens < kFull ? x.tokens : kFull, rest = x.tokens - tokens;
+    x.tokens = tokens;
+    if (tokens > kFull / 2)
+      run_tile<Source, kFull>(w, x, first, n, blocks, to);
+    else if (tokens > 2)
+      run_tile<Source, kFull < 4 ? kFull : 4>(w, x, first, n, blocks, to);
+    else if (tokens > 1)
+      run_tile<Source, kFull < 2 ? kFull : 2>(w, x, first, n, blocks, to);
+    else
+      run_tile<Source, 1>(w, x, first, n, blocks, to);
+    x.data += tokens * x.stride;
+    x.tokens = rest;
+    to.out += tokens * to.stride;
   }
 }
 
+// The product of weights of type Q with int8 activations, a panel at a time.
 template <class Q>
-void linear_int8(const pelton_call* call, pelton_team* team, int thread) {
-  const pelton_tensor *x = call->in[0], *w = call->in[1], *bias = pelton_in(call, 2), *y = call->out[0];
-  const int64_t tokens = x->shape[0], rows = w->shape[0], k = w->shape[1], blocks = k / 32;
-  const int64_t panels = (rows + kPanelRows - 1) / kPanelRows, bytes = panel_bytes<Q>(k);
+struct Int8 {
+  using Input = Act;
+  static int64_t panel_bytes(int64_t k) { return ::panel_bytes<Q>(k); }
 
-  alignas(64) uint8_t own[kPrivateValues / 32 * kActBytes];
-  uint8_t* act = own;
-  if (tokens * k <= kPrivateValues) {
-    quantise_tokens<Q::kHalves>(x, 0, tokens, blocks, act);
-  } else {
-    act = (uint8_t*)call->workspace;
+  // The quantised rows of a call's first input: as they come, or made in the workspace or in `own`.
+  static Act input(const pelton_call* call, pelton_team* team, int thread, uint8_t* own) {
+    const pelton_tensor* x = call->in[0];
+    const int64_t tokens = x->shape[0], k = call->in[1]->shape[1], blocks = k / 32, stride = blocks * kActBytes;
+    if (x->dtype == PELTON_U8) return {(const uint8_t*)x->data, x->stride[0], tokens};
+    if (tokens * k <= kPrivateValues) {
+      for (int64_t t = 0; t < tokens; t++) quantise_row(pelton_row_f32(x, t), blocks, own + t * stride);
+      return {own, stride, tokens};
+    }
+    uint8_t* shared = (uint8_t*)call->workspace;
     for (PELTON_EACH_CHUNK(team, tokens, tokens < 64 ? 2 : 8, lo, hi))
-      quantise_tokens<Q::kHalves>(x, lo, hi, blocks, act);
+      for (int64_t t = lo; t < hi; t++) quantise_row(pelton_row_f32(x, t), blocks, shared + t * stride);
     pelton_barrier(team, thread);
+    return {shared, stride, tokens};
   }
+  static Act tokens(const Act& x, int64_t first, int64_t n) { return {x.data + first * x.stride, x.stride, n}; }
 
-  const Split split(panels, pelton_team_size(team));
-  int64_t lo, hi;
-  while (split.claim(team, lo, hi)) {
-    for (int64_t p = lo; p < hi; p++) {
-      const int64_t row = p * kPanelRows;
-      const Packed<Q> packed((const uint8_t*)w->data + p * bytes, k);
-      const Target to = {(float*)y->data + row, y->stride[0], bias ? (const float*)bias->data + row : NULL,
-                         rows - row};
-      if (tokens <= kFewTokens) {
-        run_tokens(packed, act, tokens, 0, blocks, blocks, to);
-        continue;
-      }
-      Unpacked<Q> stretch;
-      for (int64_t first = 0; first < blocks; first += stretch.kMaxBlocks) {
-        const int64_t left = blocks - first, n = left < stretch.kMaxBlocks ? left : stretch.kMaxBlocks;
-        stretch.fill(packed, first, n);
-        run_tokens(stretch, act, tokens, first, n, blocks, to);
-      }
+  __attribute__((noinline)) static void multiply(const uint8_t* panel, int64_t k, const Act& x, const Target& to) {
+    const int64_t blocks = k / 32;
+    const Packed<Q> packed(panel, k);
+    if (x.tokens <= kFewTokens) return run_tokens(packed, x, 0, blocks, blocks, to);
+    Unpacked<Q> stretch;
+    for (int64_t first = 0; first < blocks; first += stretch.kMaxBlocks) {
+      const int64_t left = blocks - first, n = left < stretch.kMaxBlocks ? left : stretch.kMaxBlocks;
+      stretch.fill(packed, first, n);
+      run_tokens(stretch, x, first, n, blocks, to);
     }
   }
-}
+};
 
 }  // namespace

@@ -2,22 +2,34 @@
 // then this.
 #pragma once
 #include "gemm_f32.h"
+#include "gemm_int8.h"
+#include "gemm_linear.h"
 
-PELTON_KERNEL("cpu.linear.q4_0.x16.int8", PELTON_GEMM_LEVEL, linear_int8<Q4_0>);
-PELTON_KERNEL("cpu.linear.q4_1.x16.int8", PELTON_GEMM_LEVEL, linear_int8<Q4_1>);
-PELTON_KERNEL("cpu.linear.q5_0.x16.int8", PELTON_GEMM_LEVEL, linear_int8<Q5_0>);
-PELTON_KERNEL("cpu.linear.q8_0.x16.int8", PELTON_GEMM_LEVEL, linear_int8<Q8_0>);
-PELTON_KERNEL("cpu.linear.q4_k.x16.int8", PELTON_GEMM_LEVEL, linear_int8<Q4_K>);
-PELTON_KERNEL("cpu.linear.q6_k.x16.int8", PELTON_GEMM_LEVEL, linear_int8<Q6_K>);
+// The same kernels take float32 rows (linear) and quantised ones (linear_q8).
+#define PELTON_LINEAR_INT8(name, Q)                                                           \
+  PELTON_KERNEL("cpu.linear." name ".x16.int8", PELTON_GEMM_LEVEL, linear<Int8<Q>>);            \
+  PELTON_KERNEL("cpu.linear_q8." name ".x16", PELTON_GEMM_LEVEL, linear<Int8<Q>>);              \
+  PELTON_KERNEL("cpu.linear_gated." name ".x16.int8", PELTON_GEMM_LEVEL, linear_gated<Int8<Q>>); \
+  PELTON_KERNEL("cpu.linear_gated_q8." name ".x16", PELTON_GEMM_LEVEL, linear_gated<Int8<Q>>)
+#define PELTON_LINEAR_F32(name, W)                                                   \
+  PELTON_KERNEL("cpu.linear." name, PELTON_GEMM_LEVEL, linear<Float<W>>);              \
+  PELTON_KERNEL("cpu.linear_gated." name, PELTON_GEMM_LEVEL, linear_gated<Float<W>>)
+
+PELTON_LINEAR_INT8("q4_0", Q4_0);
+PELTON_LINEAR_INT8("q4_1", Q4_1);
+PELTON_LINEAR_INT8("q5_0", Q5_0);
+PELTON_LINEAR_INT8("q8_0", Q8_0);
+PELTON_LINEAR_INT8("q4_k", Q4_K);
+PELTON_LINEAR_INT8("q6_k", Q6_K);
 
 #ifndef PELTON_GEMM_INT8_ONLY
-PELTON_KERNEL("cpu.linear.q4_0.x16.f32", PELTON_GEMM_LEVEL, linear_f32<Q4_0>);
-PELTON_KERNEL("cpu.linear.q4_1.x16.f32", PELTON_GEMM_LEVEL, linear_f32<Q4_1>);
-PELTON_KERNEL("cpu.linear.q5_0.x16.f32", PELTON_GEMM_LEVEL, linear_f32<Q5_0>);
-PELTON_KERNEL("cpu.linear.q8_0.x16.f32", PELTON_GEMM_LEVEL, linear_f32<Q8_0>);
-PELTON_KERNEL("cpu.linear.q4_k.x16.f32", PELTON_GEMM_LEVEL, linear_f32<Q4_K>);
-PELTON_KERNEL("cpu.linear.q6_k.x16.f32", PELTON_GEMM_LEVEL, linear_f32<Q6_K>);
-PELTON_KERNEL("cpu.linear.float32.x16", PELTON_GEMM_LEVEL, linear_f32<Float32>);
-PELTON_KERNEL("cpu.linear.bfloat16.x16", PELTON_GEMM_LEVEL, linear_f32<BFloat16>);
-PELTON_KERNEL("cpu.linear.float16.x16", PELTON_GEMM_LEVEL, linear_f32<Float16>);
+PELTON_LINEAR_F32("q4_0.x16.f32", Q4_0);
+PELTON_LINEAR_F32("q4_1.x16.f32", Q4_1);
+PELTON_LINEAR_F32("q5_0.x16.f32", Q5_0);
+PELTON_LINEAR_F32("q8_0.x16.f32", Q8_0);
+PELTON_LINEAR_F32("q4_k.x16.f32", Q4_K);
+PELTON_LINEAR_F32("q6_k.x16.f32", Q6_K);
+PELTON_LINEAR_F32("float32.x16", Float32);
+PELTON_LINEAR_F32("bfloat16.x16", BFloat16);
+PELTON_LINEAR_F32("float16.x16", Float16);
 #endif

@@ -23,14 +23,13 @@ constexpr int group_order(int g, bool pairs) {
   return Q::kHalves == 2 ? g % 4 : pairs ? 2 * (g % 4) + g / 4 : g;
 }
 
-// Scale d and offset m of register r's rows: a value is d * quant + m.
+// Scale d of register r's rows, and m where the type has one.
 template <class Q>
 PELTON_INLINE void load_scales(const uint8_t* s, int64_t b, int half, int r, F& d, F& m);
 
 template <>
-PELTON_INLINE void load_scales<Q4_0>(const uint8_t* s, int64_t b, int, int r, F& d, F& m) {
+PELTON_INLINE void load_scales<Q4_0>(const uint8_t* s, int64_t b, int, int r, F& d, F&) {
   d = load_f16(s + b * 32 + r * kLanes * 2);
-  m = mul(d, constant(-8));
 }
 template <>
 PELTON_INLINE void load_scales<Q4_1>(const uint8_t* s, int64_t b, int, int r, F& d, F& m) {
@@ -38,14 +37,12 @@ PELTON_INLINE void load_scales<Q4_1>(const uint8_t* s, int64_t b, int, int r, F&
   m = load_f16(s + b * 64 + 32 + r * kLanes * 2);
 }
 template <>
-PELTON_INLINE void load_scales<Q5_0>(const uint8_t* s, int64_t b, int, int r, F& d, F& m) {
+PELTON_INLINE void load_scales<Q5_0>(const uint8_t* s, int64_t b, int, int r, F& d, F&) {
   d = load_f16(s + b * 32 + r * kLanes * 2);
-  m = mul(d, constant(-16));
 }
 template <>
-PELTON_INLINE void load_scales<Q8_0>(const uint8_t* s, int64_t b, int, int r, F& d, F& m) {
+PELTON_INLINE void load_scales<Q8_0>(const uint8_t* s, int64_t b, int, int r, F& d, F&) {
   d = load_f16(s + b * 32 + r * kLanes * 2);
-  m = zero();
 }
 template <>
 PELTON_INLINE void load_scales<Q4_K>(const uint8_t* s, int64_t b, int, int r, F& d, F& m) {
@@ -55,10 +52,9 @@ PELTON_INLINE void load_scales<Q4_K>(const uint8_t* s, int64_t b, int, int r, F&
   m = mul(mul(load_f16(block + 32 + r * kLanes * 2), load_u8(bytes + 128)), constant(-1));
 }
 template <>
-PELTON_INLINE void load_scales<Q6_K>(const uint8_t* s, int64_t b, int half, int r, F& d, F& m) {
+PELTON_INLINE void load_scales<Q6_K>(const uint8_t* s, int64_t b, int half, int r, F& d, F&) {
   const uint8_t* block = s + b / 8 * Q6_K::kScaleBytes;
   d = mul(load_f16(block + r * kLanes * 2), load_i8(block + 32 + (b % 8 * 2 + half) * 16 + r * kLanes));
-  m = mul(d, constant(-32));
 }
 
 // One panel as the engine stores it.
@@ -119,7 +115,7 @@ struct Unpacked {
   static constexpr int kMaxBlocks = 32;
   alignas(64) uint8_t quants[kMaxBlocks][8][kPanelRows * 4];
   alignas(64) float d[kMaxBlocks][Q::kHalves][kPanelRows];
-  alignas(64) float m[kMaxBlocks][Q::kHalves][kPanelRows];
+  alignas(64) float m[Q::kMin ? kMaxBlocks : 1][Q::kHalves][kPanelRows];
 
   void fill(const Packed<Q>& from, int64_t first, int64_t n) {
     for (int64_t b = 0; b < n; b++) {
@@ -131,13 +127,13 @@ struct Unpacked {
           F scale, offset;
           from.scales(first + b, half, r, scale, offset);
           store_f32(&d[b][half][r * kLanes], scale);
-          store_f32(&m[b][half][r * kLanes], offset);
+          if (Q::kMin) store_f32(&m[b][half][r * kLanes], offset);
         }
     }
   }
   PELTON_INLINE void scales(int64_t b, int half, int r, F& scale, F& offset) const {
     scale = load_f32(&d[b][half][r * kLanes]);
-    offset = load_f32(&m[b][half][r * kLanes]);
+    if (Q::kMin) offset = load_f32(&m[b][half][r * kLanes]);
   }
   template <class Fn>
   PELTON_INLINE void groups(int64_t b, const Fn& f) const {

@@ -3,6 +3,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "gemm_format.h"
+
 #define PELTON_INLINE __attribute__((always_inline)) inline
 
 namespace {
@@ -34,7 +36,7 @@ PELTON_INLINE I mask_rows(int64_t n) {  // the first n lanes
 PELTON_INLINE F load_f32(const float* p, int64_t n) { return _mm256_maskload_ps(p, mask_rows(n)); }
 PELTON_INLINE void store_f32(float* p, F v, int64_t n) { _mm256_maskstore_ps(p, mask_rows(n), v); }
 
-PELTON_INLINE I spread4(const void* p) { return _mm256_castps_si256(_mm256_broadcast_ss((const float*)p)); }
+PELTON_INLINE I spread4(const void* p) { return _mm256_set1_epi32(*(const int32_t*)p); }
 PELTON_INLINE F spread(const float* p) { return _mm256_broadcast_ss(p); }
 PELTON_INLINE F constant(float v) { return _mm256_set1_ps(v); }
 PELTON_INLINE F zero() { return _mm256_setzero_ps(); }
@@ -60,31 +62,33 @@ PELTON_INLINE F column_i8(I v, int j) {
   return to_float(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * j), 24));
 }
 
-// Sums of products of weights w (bytes below 2^Bits; Bits 8: signed) with int8 activations x in
-// [-127, 127], four columns at a time; add<n> is the n-th of them. Exact: int16 sums are widened before they
-// could overflow (2 * 127 * (2^Bits - 1) * adds < 2^15).
+// Sums of products of a type's quants with int8 activations x in [-127, 127], four columns at a time; add<n> is
+// the n-th of them, `halves` points to the sums of x over the block's halves. Exact: int16 sums are widened
+// before they could overflow (2 * 127 * (2^kBits - 1) * adds < 2^15).
 #ifdef __AVXVNNI__
-template <int Bits>
+template <class Q>
 struct Dot {
   I sum32;
-  PELTON_INLINE void start(const int32_t* offset) {
-    sum32 = Bits == 8 ? _mm256_set1_epi32(*offset) : _mm256_setzero_si256();
+  PELTON_INLINE void start(const uint8_t* halves, int half) {
+    constexpr int zero = Q::kBits == 8 ? 128 : Q::kZero;
+    sum32 = zero ? _mm256_madd_epi16(spread4(halves), _mm256_set1_epi32(halves_times<Q>(half, -zero)))
+                 : _mm256_setzero_si256();
   }
   PELTON_INLINE void add(int n, I w, I x) {
-    if (Bits == 8) w = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+    if (Q::kBits == 8) w = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
     sum32 = _mm256_dpbusd_avx_epi32(sum32, w, x);
   }
-  PELTON_INLINE I sum() const { return sum32; }
+  PELTON_INLINE I sum(const uint8_t*, int) const { return sum32; }
 };
 #else
-template <int Bits>
+template <class Q>
 struct Dot {
-  static constexpr int kAdds = Bits == 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;
+  static constexpr int kAdds = Q::kBits == 4 ? 8 : Q::kBits == 5 ? 4 : Q::kBits == 6 ? 2 : 1;
   I sum16, sum32;
-  PELTON_INLINE void start(const int32_t*) {}
+  PELTON_INLINE void start(const uint8_t*, int) {}
   PELTON_INLINE void add(int n, I w, I x) {
-    I p = Bits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
-                    : _mm256_maddubs_epi16(w, x);
+    I p = Q::kBits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+                        : _mm256_maddubs_epi16(w, x);
     sum16 = n % kAdds == 0 ? p : _mm256_add_epi16(sum16, p);
     // Add here and now: GCC would otherwise make all products first and spill them to memory.
     asm("" : "+x"(sum16));
@@ -94,7 +98,11 @@ struct Dot {
       asm("" : "+x"(sum32));
     }
   }
-  PELTON_INLINE I sum() const { return sum32; }
+  PELTON_INLINE I sum(const uint8_t* halves, int half) const {
+    if (!Q::kZero) return sum32;
+    const I times = _mm256_set1_epi32(halves_times<Q>(half, -Q::kZero));
+    return _mm256_add_epi32(sum32, _mm256_madd_epi16(spread4(halves), times));
+  }
 };
 #endif
 

@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "gemm_format.h"
+
 #define PELTON_INLINE __attribute__((always_inline)) inline
 
 namespace {
@@ -13,8 +15,9 @@ namespace {
 using I = __m512i;  // 16 rows x 4 bytes, or 16 x int32
 using F = __m512;   // 16 rows, float32
 constexpr int kLanes = 16;
-// Tokens of a tile with int8 and with float32 activations: what the registers hold.
-constexpr int kTileTokens = 4, kTileTokensF32 = 8;
+// Tokens of a tile with int8 and with float32 activations: what the registers hold, and enough chains of byte
+// products to hide one's latency.
+constexpr int kTileTokens = 8, kTileTokensF32 = 8;
 
 PELTON_INLINE I load(const void* p) { return _mm512_loadu_si512(p); }
 PELTON_INLINE void store(void* p, I v) { _mm512_storeu_si512(p, v); }
@@ -35,7 +38,7 @@ PELTON_INLINE __mmask16 mask_rows(int64_t n) { return n >= 16 ? 0xffff : n <= 0 
 PELTON_INLINE F load_f32(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(mask_rows(n), p); }
 PELTON_INLINE void store_f32(float* p, F v, int64_t n) { _mm512_mask_storeu_ps(p, mask_rows(n), v); }
 
-PELTON_INLINE I spread4(const void* p) { return _mm512_castps_si512(_mm512_set1_ps(*(const float*)p)); }
+PELTON_INLINE I spread4(const void* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
 PELTON_INLINE F spread(const float* p) { return _mm512_set1_ps(*p); }
 PELTON_INLINE F constant(float v) { return _mm512_set1_ps(v); }
 PELTON_INLINE F zero() { return _mm512_setzero_ps(); }
@@ -61,19 +64,21 @@ PELTON_INLINE F column_i8(I v, int j) {
   return to_float(_mm512_srai_epi32(_mm512_slli_epi32(v, (unsigned)(24 - 8 * j)), 24));
 }
 
-// Sums of products of weights w (bytes below 2^Bits; Bits 8: signed) with int8 activations x, four
-// columns at a time. Signed weights are shifted by 128; `offset` holds -128 times the sum of x.
-template <int Bits>
+// Sums of products of a type's quants with int8 activations x, four columns at a time, exact; `halves` points
+// to the sums of x over the block's halves. Signed bytes are taken as unsigned ones with a zero point of 128.
+template <class Q>
 struct Dot {
   I sum32;
-  PELTON_INLINE void start(const int32_t* offset) {
-    sum32 = Bits == 8 ? _mm512_set1_epi32(*offset) : _mm512_setzero_si512();
+  PELTON_INLINE void start(const uint8_t* halves, int half) {
+    constexpr int zero = Q::kBits == 8 ? 128 : Q::kZero;
+    sum32 = zero ? _mm512_madd_epi16(spread4(halves), _mm512_set1_epi32(halves_times<Q>(half, -zero)))
+                 : _mm512_setzero_si512();
   }
   PELTON_INLINE void add(int, I w, I x) {
-    if (Bits == 8) w = _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80));
+    if (Q::kBits == 8) w = _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80));
     sum32 = _mm512_dpbusd_epi32(sum32, w, x);
   }
-  PELTON_INLINE I sum() const { return sum32; }
+  PELTON_INLINE I sum(const uint8_t*, int) const { return sum32; }
 };
 
 }  // namespace

@@ -3,7 +3,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "kernel_util.h"
+#include "gemm_format.h"
 
 #define PELTON_INLINE inline
 
@@ -76,17 +76,20 @@ PELTON_INLINE I bit_or(I a, I b) { PELTON_LANES(I, out_.u32[i] = a.u32[i] | b.u3
 PELTON_INLINE F column_u8(I a, int j) { PELTON_LANES(F, out_.v[i] = a.u8[4 * i + j]); }
 PELTON_INLINE F column_i8(I a, int j) { PELTON_LANES(F, out_.v[i] = a.i8[4 * i + j]); }
 
-// Sums of products of weights w (Bits 8: signed bytes, else unsigned) with int8 activations x.
-template <int Bits>
+// Sums of products of a type's quants with int8 activations x; `halves` points to x's sums over the block's halves.
+template <class Q>
 struct Dot {
   I sum32;
-  PELTON_INLINE void start(const int32_t*) {
-    for (int i = 0; i < 16; i++) sum32.i32[i] = 0;
+  PELTON_INLINE void start(const uint8_t* halves, int half) {
+    int16_t sums[2];
+    memcpy(sums, halves, sizeof sums);
+    const int sum = Q::kHalves == 2 ? sums[half] : sums[0] + sums[1];
+    for (int i = 0; i < 16; i++) sum32.i32[i] = -Q::kZero * sum;
   }
   PELTON_INLINE void add(int, I w, I x) {
-    for (int i = 0; i < 64; i++) sum32.i32[i / 4] += (Bits == 8 ? w.i8[i] : w.u8[i]) * x.i8[i];
+    for (int i = 0; i < 64; i++) sum32.i32[i / 4] += (Q::kBits == 8 ? w.i8[i] : w.u8[i]) * x.i8[i];
   }
-  PELTON_INLINE I sum() const { return sum32; }
+  PELTON_INLINE I sum(const uint8_t*, int) const { return sum32; }
 };
 
 }  // namespace

@@ -15,10 +15,11 @@ typedef struct pelton_kernel_row {
 
 #define PELTON_JOIN_(a, b) a##b
 #define PELTON_JOIN(a, b) PELTON_JOIN_(a, b)
-#define PELTON_KERNEL(name, level, fn)                                                   \
-  static const pelton_kernel_row PELTON_JOIN(pelton_row_, __LINE__) = {name, level, fn}; \
-  __attribute__((used, section("pelton_kernels"))) static const pelton_kernel_row*       \
-      PELTON_JOIN(pelton_row_pointer_, __LINE__) = &PELTON_JOIN(pelton_row_, __LINE__)
+#define PELTON_KERNEL(name, level, fn) PELTON_KERNEL_(name, level, fn, __COUNTER__)
+#define PELTON_KERNEL_(name, level, fn, id)                                            \
+  static const pelton_kernel_row PELTON_JOIN(pelton_row_, id) = {name, level, fn};     \
+  __attribute__((used, section("pelton_kernels"))) static const pelton_kernel_row*     \
+      PELTON_JOIN(pelton_row_pointer_, id) = &PELTON_JOIN(pelton_row_, id)
 
 // ---- Attributes ----------------------------------------------------------------------------------
 // A string attribute travels as its 32-bit FNV-1a hash: case PELTON_STRING("silu").

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from pelton.dtypes import NATIVE_BLOCK_TYPES
-from pelton.kernels.linear.workspace import int8_bytes
-from pelton.kernels.tactic import NodeSpec, Tactic
-
-
-def _operands(node: NodeSpec, quant: str) -> bool:
-    x, weight, *rest = node.inputs
-    plain = all(t is None or t.dtype == "float32" for t in (x, *rest))
-    return plain and weight is not None and weight.quant == quant
-
-
-def _cols(node: NodeSpec) -> int:
-    weight = node.inputs[1]
-    assert weight is not None
-    return int(weight.shape[-1])
+from pelton.kernels.linear.operands import float_input
+from pelton.kernels.linear.workspace import int8_workspace
+from pelton.kernels.tactic import Tactic
 
 
 def _int8(quant: str) -> Tactic:
     return Tactic(
         name=f"cpu.linear.{quant}.x16.int8",
         op="linear",
-        supports=lambda node: node.activations == "int8" and _operands(node, quant),
+        supports=lambda node: node.activations == "int8" and float_input(node, quant),
         priority=20,
         precision="int8",
         batch_invariant=True,
         weight_layouts={1: "x16"},
-        workspace=lambda node, max_tokens: int8_bytes(max_tokens, _cols(node)),
+        workspace=int8_workspace,
     )
 
 
@@ -36,7 +25,7 @@ def _float32(quant: str) -> Tactic:
     return Tactic(
         name=f"cpu.linear.{quant}.x16.f32",
         op="linear",
-        supports=lambda node: _operands(node, quant),
+        supports=lambda node: float_input(node, quant),
         priority=10,
         batch_invariant=True,
         weight_layouts={1: "x16"},

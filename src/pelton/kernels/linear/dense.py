@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pelton.kernels.tactic import NodeSpec, Tactic
-
-
-def _supports(node: NodeSpec, dtype: str) -> bool:
-    x, weight, *rest = node.inputs
-    plain = all(t is None or t.dtype == "float32" for t in (x, *rest))
-    return plain and weight is not None and (weight.quant or weight.dtype) == dtype
+from pelton.kernels.linear.operands import float_input
+from pelton.kernels.tactic import Tactic
 
 
 def _tactic(dtype: str) -> Tactic:
     return Tactic(
         name=f"cpu.linear.{dtype}.x16",
         op="linear",
-        supports=lambda node: _supports(node, dtype),
+        supports=lambda node: float_input(node, dtype),
         priority=10,
         batch_invariant=True,
         weight_layouts={1: "x16"},

@@ -1,5 +1,4 @@
-// float32 activations to int8, per token and block of 32 columns (linear with int8 activations).
-// Included after a gemm_vec_*.h.
+// float32 rows to int8 in blocks of 32: the input of products with int8 activations (quantize_q8).
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -12,15 +11,10 @@
 
 namespace {
 
-// Quantised activations: groups of kTileTokens tokens (the last may have fewer: R), and per group and
-// block { int8 q[8][R][4]; float d[R]; 4 bytes a[R]; 4 bytes b[R] }, so that a tile reads one stream. A
-// value is d q, d = max|x| / 127. a: the sum of the block's values (of its first half when Halves is 2);
-// b: the sum of the second half when Halves is 2, else the integer -128 * sum(q).
-constexpr int64_t kActBytes = 44;  // per token and block
-
-inline int64_t act_group_offset(int64_t group, int64_t blocks) {
-  return group * kTileTokens * blocks * kActBytes;
-}
+// A quantised row is its blocks one after another, 44 bytes each, so that it serves tiles of any width. A value is
+// d q, d = max|x| / 127; NaN where a value is not finite. Weights need the sums: d sum(q) where they have an
+// offset of their own, the integers (of the block's halves) where their zero point is not 0.
+constexpr int64_t kActBytes = 44, kActScale = 32, kActSum = 36, kActHalves = 40;
 
 struct Block8 {
   alignas(32) int8_t q[32];
@@ -80,32 +74,16 @@ inline void quantise_block(const float* x, Block8& out) {
 }
 #endif
 
-template <int Halves>
-inline void quantise_token(const float* x, int64_t blocks, uint8_t* group, int lane, int lanes) {
-  for (int64_t b = 0; b < blocks; b++, x += 32, group += lanes * kActBytes) {
+inline void quantise_row(const float* x, int64_t blocks, uint8_t* to) {
+  for (int64_t b = 0; b < blocks; b++, x += 32, to += kActBytes) {
     Block8 block;
     quantise_block(x, block);
-    for (int g = 0; g < 8; g++) memcpy(group + (g * lanes + lane) * 4, block.q + 4 * g, 4);
-    float* f = (float*)(group + 32 * lanes) + lane;
-    f[0] = block.d;
-    if (Halves == 2) {
-      f[lanes] = block.d * (float)block.first;
-      f[2 * lanes] = block.d * (float)block.second;
-    } else {
-      const int32_t sum = block.first + block.second, offset = -128 * sum;
-      f[lanes] = block.d * (float)sum;
-      memcpy(f + 2 * lanes, &offset, 4);
-    }
-  }
-}
-
-template <int Halves>
-inline void quantise_tokens(const pelton_tensor* x, int64_t lo, int64_t hi, int64_t blocks, uint8_t* act) {
-  const int64_t tokens = x->shape[0];
-  for (int64_t t = lo; t < hi; t++) {
-    const int64_t group = t / kTileTokens, left = tokens - group * kTileTokens;
-    quantise_token<Halves>(pelton_row_f32(x, t), blocks, act + act_group_offset(group, blocks),
-                           (int)(t % kTileTokens), (int)(left < kTileTokens ? left : kTileTokens));
+    const float sum = block.d * (float)(block.first + block.second);
+    const int16_t halves[2] = {(int16_t)block.first, (int16_t)block.second};
+    memcpy(to, block.q, 32);
+    memcpy(to + kActScale, &block.d, 4);
+    memcpy(to + kActSum, &sum, 4);
+    memcpy(to + kActHalves, halves, 4);
   }
 }
 

@@ -1,0 +1,1 @@
+"""Tactics of ``add_rms_norm_q8``."""

@@ -1,0 +1,21 @@
+"""Native products that read quantised rows (``csrc/gemm_linear.h``)."""
+
+from __future__ import annotations
+
+from pelton.dtypes import NATIVE_BLOCK_TYPES
+from pelton.kernels.linear.operands import quantised_input
+from pelton.kernels.tactic import Tactic
+
+
+def _tactic(quant: str) -> Tactic:
+    return Tactic(
+        name=f"cpu.linear_q8.{quant}.x16",
+        op="linear_q8",
+        supports=lambda node: quantised_input(node, quant),
+        priority=20,
+        batch_invariant=True,
+        weight_layouts={1: "x16"},
+    )
+
+
+TACTICS = [_tactic(quant) for quant in NATIVE_BLOCK_TYPES]

@@ -1,0 +1,1 @@
+"""Tactics of ``quantize_q8``."""

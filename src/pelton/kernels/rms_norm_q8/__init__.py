@@ -1,0 +1,1 @@
+"""Tactics of ``rms_norm_q8``."""
