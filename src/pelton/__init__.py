@@ -16,6 +16,8 @@ _LAZY = {
     "RequestOutput": "pelton.runtime.request",
     "CompletionOutput": "pelton.runtime.request",
     "BuildConfig": "pelton.engine.config",
+    "OptimizationProfile": "pelton.engine.shapes",
+    "DimRange": "pelton.engine.shapes",
     "Session": "pelton.engine.session",
     "build": "pelton.builder.build",
     "refit": "pelton.builder.refit",
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from pelton.builder.strip import strip as strip
     from pelton.engine.config import BuildConfig as BuildConfig
     from pelton.engine.session import Session as Session
+    from pelton.engine.shapes import DimRange as DimRange
+    from pelton.engine.shapes import OptimizationProfile as OptimizationProfile
     from pelton.errors import PeltonError as PeltonError
     from pelton.models.registry import register_model as register_model
     from pelton.runtime.request import CompletionOutput as CompletionOutput

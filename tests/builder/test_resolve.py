@@ -10,7 +10,15 @@ import pytest
 from pelton.builder.resolve import CheckpointFacts, resolve
 from pelton.engine.config import BuildConfig
 from pelton.engine.resources import cores
+from pelton.engine.shapes import OptimizationProfile
 from pelton.errors import ConfigError
+from pelton.kernels import native
+
+
+@pytest.fixture(autouse=True)
+def _an_avx2_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: True)
+    monkeypatch.setattr(native, "cpu_level", lambda: "avx2")
 
 
 def facts(limit: int = 2048, **elements: int) -> CheckpointFacts:
@@ -37,6 +45,11 @@ def test_defaults_of_a_bfloat16_checkpoint() -> None:
         "kv_dtype": "float16",
         "threads": 0,
         "fast_build": False,
+        "profiles": (OptimizationProfile.parse("T=1:8:512,B=1:8:8,N=1:8:512"),),
+        "opt_num_tokens": 8,
+        "timing": True,
+        "plugins": {},
+        "cpu_level": "avx2",
         "passes": {},
     }
     assert notes == ""
@@ -61,6 +74,9 @@ def test_defaults_of_a_bfloat16_checkpoint() -> None:
         ({"max_batch_size": 600}, facts(), {"max_num_tokens": 600}, "max_num_tokens is 600"),
         ({"max_seq_len": 20, "max_batch_size": 2}, facts(), {"max_num_tokens": 40}, ""),
         ({"max_seq_len": 2, "max_batch_size": 1}, facts(), {"max_num_tokens": 2, "max_input_len": 1}, ""),
+        ({"cpu_level": "any"}, facts(), {"timing": True}, ""),
+        ({"timing": False}, facts(), {"timing": False}, ""),
+        ({"cpu_level": "avx512"}, facts(), {"timing": False}, "cannot be measured on this avx2 CPU"),
         ({"threads": cores()}, facts(), {"threads": cores()}, ""),
         ({"threads": cores() + 1}, facts(), {"threads": cores() + 1}, "run slower"),
     ],
@@ -91,6 +107,11 @@ def test_automatic_choices_and_what_is_said(
         ({"activations": "int4"}, "unknown activations 'int4'; did you mean int8"),
         ({"kv_dtype": "fp8"}, "unknown kv_dtype 'fp8'"),
         ({"threads": -1}, "threads must be 0"),
+        ({"cpu_level": "avx-512"}, "unknown cpu_level 'avx-512'; did you mean avx512"),
+        (
+            {"cpu_level": "avx512", "timing": True},
+            "timing cannot be done for cpu_level avx512 on this avx2 CPU",
+        ),
     ],
 )
 def test_contradictions_are_refused_with_the_way_out(config: dict[str, Any], message: str) -> None:

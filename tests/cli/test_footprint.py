@@ -133,10 +133,12 @@ def test_doctor_and_version(run: Run) -> None:
 def test_every_setting_is_a_flag(run: Run) -> None:
     from pelton.engine.config import BuildConfig
     from pelton.runtime.request import SamplingParams
+    from pelton.serving.cli.options import SINGULAR
 
     for command in ("build", "run", "chat", "serve", "bench"):
         text = run(command, "--help").out
-        for field in BuildConfig.__struct_fields__:
+        for name in BuildConfig.__struct_fields__:
+            field = SINGULAR.get(name, name)
             assert f"--{field.replace('_', '-')} " in text, (command, field)
     for field in SamplingParams.__struct_fields__:
         assert f"--{field.replace('_', '-')} " in run("run", "--help").out

@@ -81,6 +81,10 @@ def fake_config(
             kv_dtype="float32",
             fast_build=False,
             threads=1,
+            profiles=(),
+            opt_num_tokens=1,
+            timing=False,
+            cpu_level="any",
         ),
         memory=MemoryPlan(weights=0, arena=0, workspace=0, kv_bytes_per_token=0),
     )

@@ -19,7 +19,9 @@ from pelton.builder.facts import model_recipes
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
 from pelton.builder.report import BuildReport, QualityReport
+from pelton.builder.selection import runs_on_this_cpu
 from pelton.builder.summary import build_report, engine_config, machine_report
+from pelton.builder.timing_cache import encode
 from pelton.builder.weights import write_weights
 from pelton.engine import native_runner
 from pelton.engine.config import BuildConfig, EngineConfig
@@ -39,13 +41,14 @@ def build(
     notify: Callable[[str], None] | None = None,
     check: bool = True,
     explain: Callable[[str], None] | None = None,
+    timing_cache: str | Path | None = None,
     dry_run: bool = False,
 ) -> BuildReport:
     """Build the engine of ``checkpoint`` (a Hugging Face folder or GGUF file) in ``output``.
 
     ``notify`` gets the memory budget and every automatic choice, a sentence each, before weights are
     read. ``explain`` gets what each pass changed, as text. ``check=False`` leaves out the comparison with
-    the reference model. An engine at ``output`` is
+    the reference model. ``timing_cache``: a file of times to use and to add to. An engine at ``output`` is
     replaced; anything else there is refused. ``dry_run`` reads no weights and writes nothing: the report
     says what would be built, the memory it needs, and about how long that takes.
 
@@ -61,7 +64,14 @@ def build(
             opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
             if dry_run:
                 opened = HeadersOnly(opened)
-            compiled = compile_model(opened, config or BuildConfig(), clock, explain)
+            compiled = compile_model(
+                opened,
+                config or BuildConfig(),
+                clock,
+                explain,
+                timing_cache=None if timing_cache is None else Path(timing_cache),
+                may_measure=not dry_run,
+            )
         if dry_run:
             return dry_report(opened, compiled, output, clock.seconds, peak.peak, check=check)
         with engine_directory(output) as folder:
@@ -83,17 +93,26 @@ def build(
             write_json(folder / "config.json", settled)
             write_json(folder / "plan.json", compiled.plan)
             write_compact(folder / "weights.json", _weight_sources(opened, compiled))
+            if compiled.selected.timing_cache is not None:
+                (folder / "timing_cache.json").write_bytes(encode(compiled.selected.timing_cache))
             hashes = {path: sha256 for path, _, sha256 in shards}
-            if why_not := native_runner.unavailable(compiled.plan):
+            why_not = native_runner.unavailable(compiled.plan)
+            runs_here = runs_on_this_cpu(compiled.selected.cpu_level)
+            if not runs_here:
+                changes.append(
+                    f"the engine is for CPUs of level {compiled.selected.cpu_level}, so its results were not "
+                    "checked here"
+                )
+            elif why_not:
                 changes.append(f"on this machine the engine runs on the slow PyTorch reference: {why_not}")
             quality = None
-            if check:
-                write_manifest(folder, hashes)
+            if check and runs_here:
+                write_manifest(folder, hashes, compiled.selected.cpu_level)
                 with clock("check"):
                     quality = _check(folder, opened, compiled, settled)
             report = build_report(opened, compiled, budget, quality, changes)
             (folder / "report.json").write_bytes(report.stored_json())
-            write_manifest(folder, hashes)
+            write_manifest(folder, hashes, compiled.selected.cpu_level)
             size = total_size(folder)
     machine = machine_report(output, compiled, budget, size, clock.seconds, peak.peak, here)
     return msgspec.structs.replace(report, machine=machine)

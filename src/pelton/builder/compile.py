@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,12 @@ from pelton.builder.facts import (
     expected_tensors,
 )
 from pelton.builder.lower import lower
+from pelton.builder.profiles import step_limits
 from pelton.builder.report import PassReport
 from pelton.builder.resolve import resolve
+from pelton.builder.selection import Selected, Selector
 from pelton.builder.sources import readable, resolve_sources
-from pelton.builder.tactics import Choice, choose, supporting
+from pelton.builder.tactics import supporting
 from pelton.builder.trace import trace
 from pelton.builder.weights import WeightSpec, is_rounded, stored_quant
 from pelton.engine.config import BuildConfig
@@ -29,7 +32,6 @@ from pelton.ir.evaluate import TensorLike, evaluate, infer_quant
 from pelton.ir.graph import Graph
 from pelton.ir.printer import condense
 from pelton.ir.recipe import Recipe
-from pelton.kernels.tactic import all_tactics
 from pelton.models.checkpoint import Checkpoint, check_tensors
 from pelton.models.registry import architecture_of, create_model
 from pelton.passes import PASSES, PassContext, run_graph_passes, run_model_passes
@@ -47,7 +49,6 @@ class Compiled:
     """After the model passes."""
     plan: Plan
     program: Program
-    choice: Choice
     weights: tuple[WeightSpec, ...]
     """In the plan's order."""
     recipes: dict[str, Recipe]
@@ -56,6 +57,8 @@ class Compiled:
     """What passes found to hold of the checkpoint's values."""
     passes: tuple[PassReport, ...]
     notes: tuple[str, ...]
+    selected: Selected
+    """How tactics were chosen."""
     rounded: bool
     """Some weight is stored with fewer bits than the checkpoint has."""
 
@@ -67,11 +70,17 @@ class Compiled:
 
 
 def compile_model(
-    checkpoint: Checkpoint, wanted: BuildConfig, clock: Clock, explain: Callable[[str], None] | None = None
+    checkpoint: Checkpoint,
+    wanted: BuildConfig,
+    clock: Clock,
+    explain: Callable[[str], None] | None = None,
+    timing_cache: Path | None = None,
+    may_measure: bool = True,
 ) -> Compiled:
     """Resolve ``wanted``, make the model, run passes, trace, choose tactics, plan memory.
 
-    ``explain`` gets what each pass changed, as text.
+    ``explain`` gets what each pass changed, as text; ``timing_cache`` is read and
+    updated. ``may_measure=False`` takes the default order of tactics where that has no times.
 
     Raises ``ConfigError``, ``CheckpointError`` or ``BuildError``.
     """
@@ -90,7 +99,7 @@ def compile_model(
     notes += [f"{info.name}: {info.note}" for info in checkpoint.tensors.values() if info.note]
     notes += [f"config.json: {key} is not known and has no effect" for key in model.ignored_options]
     infos = readable(checkpoint)
-    tactics = all_tactics()
+    selector = Selector(config, timing_cache, may_measure=may_measure)
     dtype = config.dtype
 
     def quant_of(recipe: Recipe) -> str:
@@ -101,7 +110,7 @@ def compile_model(
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
         stored_quant=lambda recipe, dimensions: stored_quant(quant_of(recipe), dimensions, dtype),
         activations=config.activations,
-        has_tactic=lambda spec: bool(supporting(spec, tactics)),
+        has_tactic=lambda spec: bool(supporting(spec, selector.tactics)),
         modes=config.passes,
         fast=bool(config.fast_build),
     )
@@ -116,21 +125,22 @@ def compile_model(
         program = extract(graph)
         sources = _sources(graph, program, checkpoint.source)
         quants = {root: _quant(root, source, infos, config.dtype) for root, source in sources.items()}
-        choice = choose(program.calls, quants, tactics, config.activations)
-        dims = {"T": config.max_num_tokens, "B": config.max_batch_size, "N": config.max_num_tokens}
-        plan = lower(program, choice, quants, dims)
+    with clock("tactics"):
+        selected = selector.choose(program, quants)
+    with clock("plan"):
+        plan = lower(program, selected.choice, quants, step_limits(config))
     return Compiled(
         config=config,
         architecture=architecture_of(checkpoint.config),
         model=model,
         plan=plan,
         program=program,
-        choice=choice,
+        selected=selected,
         weights=tuple(_specs(plan, sources)),
         recipes=_plain_recipes(plan, graph.recipes),
         conditions=tuple(c for o in outcomes for c in o.conditions),
         passes=tuple(_pass_report(o, context.modes.get(o.name, "auto")) for o in outcomes),
-        notes=tuple(notes),
+        notes=(*notes, *selected.choice.notes),
         rounded=any(
             is_rounded(infer_quant(source, infos), quants[root])
             for root, source in sources.items()

@@ -34,13 +34,14 @@ def file_entries(folder: Path, hashes: Mapping[Path, str]) -> tuple[FileEntry, .
     )
 
 
-def write_manifest(folder: Path, hashes: Mapping[Path, str]) -> None:
+def write_manifest(folder: Path, hashes: Mapping[Path, str], cpu_level: str) -> None:
     """``manifest.json`` of a new engine over every other file."""
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         pelton_version=__version__,
         native_abi=NATIVE_ABI,
         target=TARGET,
+        cpu_level=cpu_level,
         files=file_entries(folder, hashes),
     )
     write_json(folder / "manifest.json", manifest)

@@ -23,11 +23,8 @@ def lower(program: Program, choice: Choice, quants: Mapping[Root, str], dims: Ma
     table = _Table(choice, quants, offsets, dims)
     instructions = []
     workspace = 0
-    for call, tactic, spec in zip(program.calls, choice.tactics, choice.specs, strict=True):
-        choices: tuple[TacticChoice, ...] = ()
-        if tactic is not None:
-            choices = (TacticChoice(max_tokens=dims["T"], tactic=tactic.name),)
-            workspace = max(workspace, tactic.workspace(spec, dims["T"]))
+    for call, tactics, spec in zip(program.calls, choice.tables, choice.specs, strict=True):
+        workspace = max((workspace, *(tactic.workspace(spec, tokens) for tokens, tactic in tactics)))
         instructions.append(
             Instruction(
                 op=call.op.name,
@@ -35,7 +32,7 @@ def lower(program: Program, choice: Choice, quants: Mapping[Root, str], dims: Ma
                 inputs=tuple(-1 if v is None else table.operand(v) for v in call.inputs),
                 outputs=tuple(table.operand(v) for v in call.outputs),
                 attrs=call.attrs,
-                tactics=choices,
+                tactics=tuple(TacticChoice(max_tokens=n, tactic=tactic.name) for n, tactic in tactics),
             )
         )
     return Plan(

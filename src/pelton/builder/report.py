@@ -29,10 +29,12 @@ class TacticReport(msgspec.Struct, frozen=True, kw_only=True):
     op: str
     tactic: str
     calls: int
+    shape: str = ""
+    """Of the tensors, at the sizes that were timed."""
     max_tokens: int = 0
     """The bucket: steps of at most so many tokens; 0: every step."""
     reason: str = "default"
-    """Why this one: default (priority), timed, cache (timing cache) or user."""
+    """Why this one: default (priority), timed (now or in the timing cache) or user."""
     microseconds: dict[str, float] = {}
     """Measured time of one call by tactic, this one and those it was timed against."""
     rejected: dict[str, str] = {}
@@ -79,6 +81,10 @@ class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     free: int
     longest_context: int
+    timed: int = 0
+    """Tactics that this build timed."""
+    cached: int = 0
+    """Tactics whose times the timing cache had."""
     peak_build: int
     """Peak anonymous memory of the building process, Python and torch included; 0: unknown."""
     notes: tuple[str, ...] = ()
@@ -173,6 +179,8 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         ops = len({t.op for t in self.tactics})
         missing = sorted({t.op for t in self.tactics if not t.tactic})
         text = f"{ops} ops, {self.candidates} candidates"
+        if self.machine:
+            text += f", {self.machine.timed} timed, {self.machine.cached} from cache"
         return text + (f"; no native kernel for {', '.join(missing)}" if missing else "")
 
     def _quality(self) -> str:

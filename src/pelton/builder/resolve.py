@@ -11,10 +11,13 @@ from typing import Any
 
 import msgspec
 
+from pelton.builder.profiles import apply_limits, resolve_profiles
 from pelton.dtypes import is_dense
 from pelton.engine.config import BuildConfig
 from pelton.engine.resources import cores
 from pelton.errors import ConfigError
+from pelton.kernels import native
+from pelton.kernels.cpu_levels import ANY, INCLUDES
 from pelton.passes import PASSES, Mode
 
 MAX_BATCH_SIZE = 8
@@ -53,16 +56,26 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     """
     notes: list[str] = []
     values: dict[str, Any] = msgspec.structs.asdict(config)
-    for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_input_len", "block_size"):
+    for name in (
+        "max_batch_size",
+        "max_seq_len",
+        "max_num_tokens",
+        "max_input_len",
+        "block_size",
+        "opt_num_tokens",
+    ):
         _positive(name, values[name])
+    apply_limits(values)
     if values["max_batch_size"] is None:
         values["max_batch_size"] = MAX_BATCH_SIZE
     values["block_size"] = _choice("block_size", values["block_size"] or BLOCK_SIZE, BLOCK_SIZES)
     _resolve_lengths(values, facts, notes)
     _resolve_tokens(values, notes)
+    resolve_profiles(values)
     _resolve_types(values, facts, notes)
     _resolve_threads(values, notes)
     _resolve_fast_build(values, notes)
+    _resolve_target(values, notes)
     _resolve_passes(values)
     return BuildConfig(**values), notes
 
@@ -149,6 +162,28 @@ def _resolve_fast_build(values: dict[str, Any], notes: list[str]) -> None:
     values["fast_build"] = bool(values["fast_build"])
     if values["fast_build"]:
         notes.append("fast build: only passes that take no time, and a check on one step")
+
+
+def _resolve_target(values: dict[str, Any], notes: list[str]) -> None:
+    """Which CPUs the engine is for, and whether tactics can be timed for them here."""
+    here = native.cpu_level() if native.available() else None
+    if values["cpu_level"] is None:
+        values["cpu_level"] = here or ANY
+    level = _choice("cpu_level", values["cpu_level"], (*INCLUDES, ANY))
+    can_time = here is not None and level in (here, ANY)
+    if values["timing"] is None:
+        values["timing"] = can_time and not values["fast_build"]
+        if here is not None and not can_time:
+            notes.append(
+                f"tactics are not timed: times for cpu_level {level} cannot be measured on this {here} CPU; "
+                "a timing cache from such a CPU is used where it is given, else the default order"
+            )
+    elif values["timing"] and not can_time:
+        raise ConfigError(
+            f"timing cannot be done for cpu_level {level} "
+            + (f"on this {here} CPU" if here else "without the native library")
+            + "; leave timing out (a timing cache from such a CPU may be given)"
+        )
 
 
 def _resolve_passes(values: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +9,8 @@ from pelton.builder.budget import Budget, kv_bytes_per_token
 from pelton.builder.compile import Compiled
 from pelton.builder.facts import model_config, quant_elements
 from pelton.builder.lower import arena_lower_bound, input_bytes
-from pelton.builder.report import BuildReport, MachineReport, MemoryReport, QualityReport, TacticReport
+from pelton.builder.report import BuildReport, MachineReport, MemoryReport, QualityReport
+from pelton.builder.tactic_report import tactic_reports
 from pelton.builder.weights import stored_bytes
 from pelton.engine.config import EngineConfig, MemoryPlan
 from pelton.models.checkpoint import Checkpoint
@@ -55,8 +55,8 @@ def build_report(
             arena_lower_bound=arena_lower_bound(compiled.program, compiled.plan.dims),
         ),
         passes=compiled.passes,
-        tactics=_tactic_reports(compiled),
-        candidates=compiled.choice.candidates,
+        tactics=tactic_reports(compiled.selected.choice),
+        candidates=compiled.selected.choice.candidates,
         quality=quality,
         notes=(*compiled.notes, *changes),
     )
@@ -79,14 +79,9 @@ def machine_report(
         kv_tokens=budget.kv_tokens,
         free=budget.free,
         longest_context=budget.longest_context,
+        timed=compiled.selected.timed,
+        cached=compiled.selected.cached,
         peak_build=peak_build,
         notes=tuple(notes),
         seconds=dict(seconds),
     )
-
-
-def _tactic_reports(compiled: Compiled) -> tuple[TacticReport, ...]:
-    counts: Counter[tuple[str, str]] = Counter()
-    for call, tactic in zip(compiled.program.calls, compiled.choice.tactics, strict=True):
-        counts[call.op.name, tactic.name if tactic else ""] += 1
-    return tuple(TacticReport(op=op, tactic=name, calls=n) for (op, name), n in sorted(counts.items()))

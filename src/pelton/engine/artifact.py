@@ -20,6 +20,8 @@ from pelton.engine.plan_check import check_plan
 from pelton.engine.shards import Shards, TensorMeta
 from pelton.engine.weight_sources import WeightSources
 from pelton.errors import EngineError
+from pelton.kernels import native
+from pelton.kernels.cpu_levels import ANY
 from pelton.version import __version__
 
 #: 2: weights.json. Engines of format 1 cannot be refitted and their plans have fewer fields: rebuilt.
@@ -50,6 +52,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     native_abi: int
     target: str
     """Device the plan was made for: ``cpu``."""
+    cpu_level: str = ANY
+    """CPU level that the chosen kernels need (``kernels/cpu_levels.py``), or ``any``."""
     needs: tuple[str, ...] = ()
     """Packages the engine cannot run without, besides Pelton's own dependencies."""
     stripped: bool = False
@@ -182,6 +186,13 @@ def _read_manifest(path: Path) -> Manifest:
         raise EngineError(
             f"{path.parent} was built for native library interface {manifest.native_abi} and this Pelton "
             f"{__version__} has {NATIVE_ABI}; rebuild the engine or install Pelton {manifest.pelton_version}"
+        )
+    level = manifest.cpu_level
+    # Without the library only the reference can run, which needs no instruction set.
+    if level != ANY and native.available() and not native.has_level(level):
+        raise EngineError(
+            f"{path.parent} was built for CPUs of level {level}, and this one is {native.cpu_level()}; "
+            "rebuild it on this machine, or for all CPUs with cpu_level any"
         )
     for package in manifest.needs:
         raise EngineError(f"{path.parent} needs {package}, which this Pelton cannot use; upgrade Pelton")

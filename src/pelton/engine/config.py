@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from pelton.engine.shapes import OptimizationProfile
+
 PassMode = Literal["auto", "force", "off"]
 
 
@@ -64,9 +66,21 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     """CPU threads of a session; 0, the automatic value, means all cores the process may use."""
     fast_build: bool | None = None
     """Build in the shortest time: the fewest passes, a shorter check (False)."""
+    timing: bool | None = None
+    """Measure tactics on the build machine where no timing cache has the answer (yes, where the target's
+    kernels run); otherwise tactics are chosen by their default order."""
+    plugins: dict[str, str] = {}
+    """Tactic by op: ``auto``, a tactic's name, or ``disable`` (the op runs on the reference)."""
+    cpu_level: str | None = None
+    """CPU level whose kernels may be used (this machine's): generic, avx2, avxvnni, avx512, avx512bf16, or
+    any: kernels that run everywhere."""
     passes: dict[str, PassMode] = {}
     """Compiler passes by name: ``auto``, ``force`` (fail the build where it does not apply) or ``off``.
     Those that are not named are auto."""
+    profiles: tuple[OptimizationProfile, ...] | None = None
+    """Kinds of steps to choose tactics for (one, from the limits above)."""
+    opt_num_tokens: int | None = None
+    """Tokens that a step most often has (``max_batch_size``: every sequence decodes)."""
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,17 +121,33 @@ def cpu_level() -> str:
 @functools.cache
 def kernel_levels() -> dict[str, tuple[str, ...]]:
     """Kernels that this CPU can run -> the ISA levels it can run them at, lowest first."""
+    here = {name: tuple(v for v in levels if has_level(v)) for name, levels in library_kernels().items()}
+    return {name: levels for name, levels in here.items() if levels}
+
+
+@functools.cache
+def library_kernels() -> dict[str, tuple[str, ...]]:
+    """All kernels of the library -> the ISA levels they were compiled for, lowest first."""
     lib = load_library()
     found: dict[str, list[int]] = {}
     name, level, i = ctypes.c_char_p(), ctypes.c_int32(), 0
     while lib.pelton_kernel_info(i, ctypes.byref(name), ctypes.byref(level)) == 0:
         assert name.value is not None
-        if lib.pelton_has_level(level.value):
-            found.setdefault(name.value.decode(), []).append(level.value)
+        found.setdefault(name.value.decode(), []).append(level.value)
         i += 1
     return {
         k: tuple(lib.pelton_level_name(v).decode() for v in sorted(levels)) for k, levels in found.items()
     }
+
+
+def has_level(level: str) -> bool:
+    """Whether this CPU (under the cap) has an ISA level."""
+    lib, i = load_library(), 0
+    while (name := lib.pelton_level_name(i)) is not None:
+        if name.decode() == level:
+            return bool(lib.pelton_has_level(i))
+        i += 1
+    return False
 
 
 def attr_value(attr: Attr) -> float:

@@ -200,6 +200,7 @@ def build_engine(
     progress: Any = None,
     notify: Notify | None = None,
     dry_run: bool = False,
+    timing_cache: Path | None = None,
 ) -> BuildReport:
     """Build ``checkpoint`` into ``output``; torch is imported here and not before."""
     try:
@@ -209,4 +210,12 @@ def build_engine(
             f"{checkpoint} must be built into an engine first, which needs {error.name or 'torch'}: "
             "pip install 'pelton[build]', or copy an engine that was built elsewhere."
         ) from error
-    return build(checkpoint, config, output=output, progress=progress, notify=notify, dry_run=dry_run)
+    return build(
+        checkpoint,
+        config,
+        output=output,
+        progress=progress,
+        notify=notify,
+        dry_run=dry_run,
+        timing_cache=timing_cache,
+    )

@@ -19,6 +19,7 @@ from pelton.serving.cli.progress import build_progress, notify
 Examples:
   pelton build ./SmolLM2-135M-Instruct -o smollm2.engine
   pelton build model.gguf -o model.engine --max-batch-size 16 --max-seq-len 4096
+  pelton build model.gguf --timing-cache times.json --profile T=1:1:8 --profile T=9:256:512
   pelton inspect model.engine
 
 A setting that is left out is chosen for the model and this machine; every choice is printed. The
@@ -35,10 +36,21 @@ engine is written next to its place and renamed at the end, so it is never half 
 @click.option(
     "--dry-run", is_flag=True, help="Only tell what would be built, its memory and time: no weights are read."
 )
+@click.option(
+    "--timing-cache",
+    type=click.Path(path_type=Path),
+    help="File of tactic times to use, and to add what is measured to.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @build_options
 def build(
-    checkpoint: str, output: Path | None, force: bool, dry_run: bool, quiet: bool, config: BuildConfig
+    checkpoint: str,
+    output: Path | None,
+    force: bool,
+    timing_cache: Path | None,
+    dry_run: bool,
+    quiet: bool,
+    config: BuildConfig,
 ) -> None:
     """Compile CHECKPOINT (a Hugging Face folder, GGUF file or hub id) into an engine."""
     from pelton.serving.engine_cache import build_engine, classify, download, local_path
@@ -58,7 +70,13 @@ def build(
     folder = download(checkpoint, notify) if kind == "hub" else local_path(checkpoint)
     with build_progress(quiet) as progress:
         report = build_engine(
-            folder, config, target, progress=progress, notify=None if quiet else _note, dry_run=dry_run
+            folder,
+            config,
+            target,
+            progress=progress,
+            notify=None if quiet else _note,
+            dry_run=dry_run,
+            timing_cache=timing_cache,
         )
     if not quiet:
         click.echo(report.text())

@@ -30,6 +30,7 @@ COMMANDS = {
     "serve": ("pelton.serving.cli.serve", "Serve a model to OpenAI clients over HTTP."),
     "build": ("pelton.serving.cli.build", "Compile a checkpoint into an engine."),
     "inspect": ("pelton.serving.cli.inspect", "Show what is in an engine."),
+    "timing-cache": ("pelton.serving.cli.timing_cache", "Show or merge files of measured tactic times."),
     "refit": ("pelton.serving.cli.refit", "Put new weights into an engine, without a rebuild."),
     "strip": ("pelton.serving.cli.refit", "Write an engine without its weights."),
     "profile": ("pelton.serving.cli.profile", "Time an engine by op and layer, beside the machine's limits."),
@@ -59,7 +60,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 

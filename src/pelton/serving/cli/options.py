@@ -16,6 +16,7 @@ import click
 import msgspec
 
 from pelton.engine.config import BuildConfig
+from pelton.engine.shapes import OptimizationProfile
 from pelton.runtime.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ BUILD_HELP = {
     "kv_dtype": "Type of cached keys and values: float32, float16, bfloat16.",
     "threads": "CPU threads; 0: all cores. On an engine: any number.",
     "fast_build": "Build in the shortest time: fewest passes, nothing timed, a shorter check.",
+    "profiles": "A kind of step to be fast at, such as T=1:1:8,B=1:1:8: min:opt:max of tokens T, sequences "
+    "B, logits rows N (repeatable).",
+    "opt_num_tokens": "Tokens that a step most often has.",
+    "timing": "Time tactics on this machine, or take them in their default order.",
+    "plugins": "Tactic of an op: auto, a tactic's name or disable (repeatable; docs/tactics.md lists them).",
+    "cpu_level": "CPU to build for: generic, avx2, avxvnni, avx512, avx512bf16, any. Default: this one.",
     "passes": "A compiler pass: auto, force or off (repeatable; docs/passes.md lists them).",
 }
 
@@ -83,8 +90,15 @@ class _Setting(click.ParamType[tuple[str, str]]):
         return name, setting
 
 
+class _Profile(click.ParamType[OptimizationProfile]):
+    name = "profile"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, OptimizationProfile) else OptimizationProfile.parse(value)
+
+
 #: Flags of fields that hold one setting per name: one setting, in the singular.
-SINGULAR = {"passes": "pass"}
+SINGULAR = {"passes": "pass", "plugins": "plugin", "profiles": "profile"}
 
 
 class SectionOption(click.Option):
@@ -140,7 +154,10 @@ def _flags(
             options.append(kind_of_option([f"{flag}/--no-{flag[2:]}", field.name], **attrs))
             continue
         if typing.get_origin(kind) is tuple:
-            attrs |= {"type": typing.get_args(kind)[0], "multiple": True}
+            item = typing.get_args(kind)[0]
+            attrs |= {"type": item, "multiple": True}
+            if item is OptimizationProfile:
+                attrs |= {"type": _Profile(), "metavar": "DIM=MIN:OPT:MAX,..."}
         elif typing.get_origin(kind) is dict:
             settings = typing.get_args(kind)[0] is str
             attrs |= {"type": _Setting() if settings else _Bias(), "multiple": True}

@@ -1,0 +1,169 @@
+"""The part of a build that chooses tactics: target, timing cache, measuring, in one object.
+
+Made before anything costs time, so that settings and files that cannot be used are refused at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pelton.builder.calls import Call, Program, Root
+from pelton.builder.measure import Measurements
+from pelton.builder.profiles import Bucket, buckets
+from pelton.builder.signature import CONTEXT, Signature, signature_of
+from pelton.builder.tactics import Choice, choose
+from pelton.builder.timing import Timer
+from pelton.builder.timing_cache import (
+    Entry,
+    TimedOn,
+    TimingCache,
+    open_timing_cache,
+    this_machine,
+    update_timing_cache,
+)
+from pelton.engine.config import BuildConfig
+from pelton.engine.resources import cores
+from pelton.errors import ConfigError
+from pelton.kernels import native
+from pelton.kernels.cpu_levels import ANY, runs
+from pelton.kernels.layouts import LAYOUTS
+from pelton.kernels.tactic import NodeSpec, Tactic, all_tactics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selected:
+    """The outcome."""
+
+    choice: Choice
+    cpu_level: str
+    """What a CPU must have to run the chosen kernels: a level, or ``any``."""
+    timing_cache: TimingCache | None
+    """The times that were used; None: none were."""
+    timed: int
+    """Tactics measured in this build."""
+    cached: int
+    """Tactics whose times were in the cache."""
+
+
+class Selector:
+    """Chooses tactics for a resolved ``config``; ``path``: the timing cache to read and to update.
+
+    ``may_measure=False`` uses the cache and default orders only. Raises ``ConfigError`` for a cache
+    that does not hold for the target.
+    """
+
+    def __init__(self, config: BuildConfig, path: Path | None = None, *, may_measure: bool = True) -> None:
+        assert config.cpu_level is not None
+        self._config, self._path = config, path
+        self._known = all_tactics()
+        self.tactics = target_tactics(self._known, config.cpu_level)
+        """Tactics that the target can run, by name."""
+        self._measures = bool(config.timing) and may_measure
+        self._origin: TimedOn | None = None
+        self._entries: dict[str, Entry] = {}
+        self._threads = config.threads or cores()
+        if path is not None and not native.available():
+            raise ConfigError(f"the timing cache {path} cannot be used: the native library is not installed")
+        if native.available():
+            self._origin = this_machine()
+        if path is not None and self._origin is not None:
+            self._open(path, self._origin)
+
+    def _open(self, path: Path, here: TimedOn) -> None:
+        level = self._config.cpu_level
+        if level in (ANY, here.cpu_level):
+            self._entries = open_timing_cache(path, here).entries
+            return
+        # Built here for other machines: times come from one of those, shipped.
+        if not path.exists():
+            raise ConfigError(
+                f"there is no timing cache {path}, and times for cpu_level {level} cannot be measured on "
+                f"this {here.cpu_level} CPU; give a cache from a {level} CPU, or leave it out"
+            )
+        wanted = TimedOn(
+            cpu="",
+            cpu_level=str(level),
+            cores=0,
+            native_abi=here.native_abi,
+            library=here.library,
+            pelton=here.pelton,
+        )
+        cache = open_timing_cache(path, wanted, besides=("cpu", "cores"))
+        self._origin, self._entries = cache.timed_on, cache.entries
+        self._threads = self._config.threads or cache.timed_on.cores
+
+    def choose(self, program: Program, quants: Mapping[Root, str]) -> Selected:
+        """Tactics for ``program``; ``quants``: stored value type of each weight and constant.
+
+        What was measured is added to the timing cache's file at once. Raises ``ConfigError``.
+        """
+        config = self._config
+        assert config.activations is not None
+        assert config.max_seq_len is not None
+        measure = Measurements(self._timer(), self._entries)
+        stored = sum(LAYOUTS["rows"].nbytes(q, _static(root)) for root, q in quants.items())
+
+        def signature(call: Call, spec: NodeSpec, bucket: Bucket) -> Signature:
+            context = min(CONTEXT, config.max_seq_len or CONTEXT)
+            return signature_of(
+                call, spec, bucket, context=context, threads=self._threads, reuse_bytes=stored
+            )
+
+        choice = choose(
+            program.calls,
+            quants,
+            self.tactics,
+            config.activations,
+            buckets=buckets(config),
+            signature_of=signature,
+            measure=measure,
+            plugins=config.plugins,
+            known=self._known,
+        )
+        used = None
+        if self._origin is not None and measure.used:
+            used = TimingCache(timed_on=self._origin, entries=measure.used)
+            if self._path is not None and measure.timed:
+                update_timing_cache(self._path, used)
+        return Selected(
+            choice=choice,
+            cpu_level=needed_level(choice, str(config.cpu_level)),
+            timing_cache=used,
+            timed=measure.timed,
+            cached=measure.cached,
+        )
+
+    def _timer(self) -> Timer | None:
+        if not self._measures:
+            return None
+        from pelton.builder.timing import NativeTimer
+
+        return NativeTimer(self._threads)
+
+
+def target_tactics(known: Mapping[str, Tactic], cpu_level: str) -> dict[str, Tactic]:
+    """Those of ``known`` that every CPU of ``cpu_level`` can run; all where there is no library to ask."""
+    if not native.available():
+        return dict(known)
+    kernels = native.library_kernels()
+    return {name: t for name, t in known.items() if name in kernels and runs(kernels[name], cpu_level)}
+
+
+def runs_on_this_cpu(cpu_level: str) -> bool:
+    """Whether an engine that needs ``cpu_level`` runs here (on the reference where there is no library)."""
+    return cpu_level == ANY or not native.available() or native.has_level(cpu_level)
+
+
+def needed_level(choice: Choice, cpu_level: str) -> str:
+    """``any`` where every chosen kernel has a baseline version, else the level built for."""
+    if not native.available():
+        return ANY
+    kernels = native.library_kernels()
+    names = {tactic.name for table in choice.tables for _, tactic in table}
+    return ANY if all(runs(kernels[name], ANY) for name in names) else cpu_level
+
+
+def _static(root: Root) -> tuple[int, ...]:
+    return tuple(d for d in root.shape if isinstance(d, int))

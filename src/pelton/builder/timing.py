@@ -1,0 +1,141 @@
+"""Checks tactics against their op's reference, and times them, on this machine.
+
+A tactic runs as a plan of the native runner that holds nothing but the call, once for each of many
+copies of its weights and KV caches (``timing_bench``): together they are as large as what a real step
+reads between two uses of one weight, at most twice the last-level cache, so weights come from memory
+where they would in the model. Where a call computes for long, fewer copies do. Intermediate tensors
+stay warm, as they are there. Candidates take turns, round by round, so that a disturbance of the
+machine hits all of them. A time is the lower quartile over all calls: being disturbed only ever makes
+a call slower.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pelton.builder.signature import Signature
+from pelton.builder.timing_bench import Bench
+from pelton.builder.timing_inputs import sample_of
+from pelton.dtypes import ITEMSIZE
+from pelton.ir.op import get_op
+from pelton.kernels import native
+from pelton.kernels.conformance import Case, ConformanceError, check
+from pelton.kernels.tactic import Tactic
+
+#: Bytes of all copies together.
+MIN_WORKING_SET, MAX_WORKING_SET = 32 << 20, 160 << 20
+#: A weight beyond this is timed on part of its rows, and the time scaled.
+MAX_WEIGHT = 48 << 20
+ROUNDS = 5
+#: While the median is more than so many times the lower quartile, the machine is busy with other things:
+#: measure again, so many times in all.
+CALM, TRIES = 1.2, 4
+#: Seconds that one round of the fastest candidate should take.
+ROUND_SECONDS = 0.006
+#: Calls of a round where there are few copies.
+CALLS = 32
+#: A candidate this many times slower than the fastest in a first try is not tried again.
+HOPELESS = 4.0
+#: Weight rows that a check computes.
+CHECK_ROWS = 96
+
+
+class Timer(Protocol):
+    """Judges and times the tactics of a call."""
+
+    def check(self, signature: Signature, tactic: Tactic) -> str | None:
+        """Why the tactic's results are wrong; None: they are right."""
+        ...
+
+    def time(self, signature: Signature, tactics: Sequence[Tactic]) -> dict[str, float]:
+        """Microseconds of one call, by tactic."""
+        ...
+
+
+class NativeTimer:
+    """Times native tactics on this machine with ``threads`` threads."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._limit = min(max(2 * last_level_cache(), MIN_WORKING_SET), MAX_WORKING_SET)
+
+    def check(self, signature: Signature, tactic: Tactic) -> str | None:
+        """On generated operands of the call's own shapes, but fewer weight rows."""
+        rows = CHECK_ROWS + signature.weight_rows % 16
+        level = native.kernel_levels()[tactic.name][-1]
+        op = get_op(signature.op)
+        sample = sample_of(op, signature.with_weight_rows(rows))
+        with native.Team(self._threads) as team, torch.no_grad():
+            try:
+                check(Case(op, sample, tactic, level), team)
+            except ConformanceError as error:
+                return str(error)
+        return None
+
+    def time(self, signature: Signature, tactics: Sequence[Tactic]) -> dict[str, float]:
+        """In rounds in which all candidates take turns."""
+        part, scale = _part(signature)
+        layouts = {tuple(sorted(t.weight_layouts.items())) for t in tactics}
+        bench = Bench(part, self._threads, min(part.reuse_bytes, self._limit) // len(layouts))
+        samples: dict[str, list[float]] = {}
+        try:
+            for tactic in tactics:
+                bench.seconds(tactic, 1)  # touches everything once
+                samples[tactic.name] = bench.seconds(tactic, 1)
+            fastest = min(s[0] for s in samples.values())
+            alive = [t for t in tactics if samples[t.name][0] <= HOPELESS * fastest]
+            calls = max(1, round(ROUND_SECONDS / max(fastest, 1e-9)))
+            copies = min(calls, bench.copies)
+            runs = max(1, min(calls, CALLS) // copies)
+            for tactic in alive:
+                bench.seconds(tactic, copies)
+                samples[tactic.name] = []
+            for _ in range(TRIES):
+                for _ in range(ROUNDS):
+                    for tactic in alive:
+                        for _ in range(runs):
+                            samples[tactic.name] += bench.seconds(tactic, copies)
+                if all(_calm(samples[t.name]) for t in alive):
+                    break
+        finally:
+            bench.close()
+        # Rounded before anything is decided, so that a time read from a file decides the same.
+        return {name: round(_quartile(s) * scale * 1e6, 2) for name, s in samples.items()}
+
+
+def _quartile(samples: Sequence[float]) -> float:
+    return sorted(samples)[len(samples) // 4]
+
+
+def _calm(samples: Sequence[float]) -> bool:
+    """Whether most calls took about as long as the undisturbed ones."""
+    return statistics.median(samples) <= CALM * _quartile(samples)
+
+
+def _part(signature: Signature) -> tuple[Signature, float]:
+    """The call on as many weight rows as ``MAX_WEIGHT`` bytes hold, and the factor to the whole."""
+    rows = signature.weight_rows
+    if not rows:
+        return signature, 1.0
+    row_bytes = max(
+        o.shape[-1] * ITEMSIZE.get(o.dtype, 1)
+        for o in signature.inputs
+        if o is not None and o.kind == "weight" and o.shape[0] == rows
+    )
+    part = signature.with_weight_rows(max(256, MAX_WEIGHT // row_bytes // 256 * 256))
+    return part, rows / part.weight_rows
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache that the first core uses; 0 where the system does not say."""
+    sizes = [0]
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = index.read_text().strip()
+        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 0)
+        sizes.append(int(text[:-1]) * unit if unit else int(text or 0))
+    return max(sizes)
