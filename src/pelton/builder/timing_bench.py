@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pelton.builder.signature import OperandSignature, Signature
-from pelton.builder.timing_inputs import packed, step_input
+from pelton.builder.timing_inputs import packed, random_values, step_input
 from pelton.dtypes import ITEMSIZE
 from pelton.engine.batch import AttentionMetadata, InputBatch
 from pelton.engine.native_plan import NativePlan
@@ -33,7 +33,7 @@ class Bench:
         self._signature = signature
         self._threads = threads
         self._op = get_op(signature.op)
-        self._rng = np.random.default_rng(0)
+        self._generator = torch.Generator().manual_seed(0)
         self._warm: dict[str, Array] = {}
         self._cold: dict[tuple[int, str], list[Array]] = {}
         self._plans: dict[tuple[str, int], NativePlan] = {}
@@ -133,9 +133,11 @@ class Bench:
     def _warm_value(self, index: int, o: OperandSignature) -> Array:
         name = f"in{index}"
         if name not in self._warm:
-            if o.kind == "value":
-                extent = 1 + sum((n - 1) * s for n, s in zip(o.shape, _strides(o), strict=True))
+            if o.kind == "value" and o.strides:
+                extent = 1 + sum((n - 1) * s for n, s in zip(o.shape, o.strides, strict=True))
                 self._warm[name] = self._random(o.dtype, (extent,))
+            elif o.kind == "value":
+                self._warm[name] = self._random(o.dtype, o.shape)
             else:
                 assert self._signature.step is not None
                 self._warm[name] = step_input(o, self._signature, self._signature.step)
@@ -151,7 +153,7 @@ class Bench:
         return copies[copy]
 
     def _random(self, dtype: str, shape: tuple[int, ...]) -> Array:
-        values = torch.from_numpy(self._rng.standard_normal(shape, np.float32)).to(getattr(torch, dtype))
+        values = random_values(dtype, shape, self._generator)
         array: Array = (values.view(torch.int16) if dtype == "bfloat16" else values).numpy()
         return array.view(_NUMPY.get(dtype, array.dtype))
 
@@ -205,10 +207,6 @@ def _aligned(array: Array) -> Array:
     memory = native.aligned_empty(array.nbytes)
     memory[:] = array.reshape(-1).view(np.uint8)
     return memory.view(array.dtype).reshape(array.shape)
-
-
-def _strides(o: OperandSignature) -> tuple[int, ...]:
-    return o.strides or tuple(math.prod(o.shape[i + 1 :]) for i in range(len(o.shape)))
 
 
 def _empty_step(tokens: int) -> InputBatch:

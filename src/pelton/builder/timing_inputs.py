@@ -17,6 +17,7 @@ from pelton.builder.signature import OperandSignature, Signature, StepSignature
 from pelton.dtypes import is_dense
 from pelton.ir.block_encoder import quantize
 from pelton.ir.op import Op, Sample
+from pelton.ir.ops import quantize_q8
 from pelton.ir.tensors import HostTensor, f32_to_bf16
 from pelton.kernels.layouts import LAYOUTS
 
@@ -54,11 +55,18 @@ def _operand(o: OperandSignature, signature: Signature, g: torch.Generator) -> t
     if o.kind not in ("value", "cache"):
         assert signature.step is not None
         return torch.from_numpy(step_input(o, signature, signature.step))
-    dtype = getattr(torch, o.dtype)
     if not o.strides:
-        return torch.randn(o.shape, generator=g).to(dtype)
+        return random_values(o.dtype, o.shape, g)
     extent = 1 + sum((n - 1) * s for n, s in zip(o.shape, o.strides, strict=True))
-    return torch.randn(extent, generator=g).to(dtype).as_strided(o.shape, o.strides)
+    return random_values(o.dtype, (extent,), g).as_strided(o.shape, o.strides)
+
+
+def random_values(dtype: str, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    """An intermediate tensor or cache: normal numbers, or rows of them that ``quantize_q8`` made."""
+    if dtype == "uint8":
+        columns = shape[-1] // quantize_q8.BLOCK_BYTES * quantize_q8.BLOCK
+        return quantize_q8.reference(torch.randn((*shape[:-1], columns), generator=g))
+    return torch.randn(shape, generator=g).to(getattr(torch, dtype))
 
 
 def step_input(o: OperandSignature, signature: Signature, step: StepSignature) -> npt.NDArray[np.int32]:
