@@ -49,6 +49,7 @@ def test_defaults_of_a_bfloat16_checkpoint() -> None:
         "opt_num_tokens": 8,
         "timing": True,
         "plugins": {},
+        "target": "cpu",
         "cpu_level": "avx2",
         "passes": {},
     }
@@ -136,3 +137,23 @@ def test_passes_are_kept_in_their_order_without_the_automatic_ones() -> None:
 def test_unknown_passes_and_modes_are_refused(passes: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve(BuildConfig(passes=passes), facts())
+
+
+def test_a_gpu_target_computes_in_the_type_of_its_weights() -> None:
+    config, _ = resolve(BuildConfig(target="sm_90"), facts(bfloat16=1000))
+    assert (config.dtype, config.activations, config.kv_dtype) == ("bfloat16",) * 3
+    assert (config.max_batch_size, config.max_num_tokens) == (256, 4096)
+
+
+def test_a_gpu_is_not_found_by_a_made_up_name() -> None:
+    with pytest.raises(ConfigError, match="unknown target 'gpu'"):
+        resolve(BuildConfig(target="gpu"), facts(bfloat16=1000))
+    with pytest.raises(ConfigError, match="too old"):
+        resolve(BuildConfig(target="sm_70"), facts(bfloat16=1000))
+
+
+def test_settings_of_cpu_engines_are_refused_for_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="activations 'int8' is for CPU engines"):
+        resolve(BuildConfig(target="sm_90", activations="int8"), facts(q4_1=1000))
+    with pytest.raises(ConfigError, match="cpu_level is for CPU engines"):
+        resolve(BuildConfig(target="sm_90", cpu_level="avx2"), facts(bfloat16=1000))

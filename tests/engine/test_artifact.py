@@ -164,7 +164,10 @@ def tiny_shard(engine: Path) -> None:
         (manifest_of_other_type, "is damaged: manifest.json: Expected `array`"),
         (set_manifest("format_version", 3), r"engine format 3, newer than this Pelton reads \(2\); upgrade"),
         (format_1, "has engine format 1, which this Pelton no longer reads.*rebuild the engine"),
-        (set_manifest("target", "sm_90"), "was built for sm_90, and this Pelton runs cpu engines; rebuild"),
+        (
+            set_manifest("target", "tpu"),
+            "was built for tpu, and this Pelton runs cpu and NVIDIA GPU engines; rebuild",
+        ),
         (set_manifest("native_abi", 99), "native library interface 99 .*; rebuild the engine or install"),
         (set_manifest("needs", ["torch"]), "needs torch, which this Pelton cannot use"),
         (edited_by_hand, r"plan.json does not have the SHA-256 its manifest says \(edited by hand"),

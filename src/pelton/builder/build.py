@@ -16,11 +16,13 @@ from pelton.builder.dry_run import HeadersOnly, dry_report
 from pelton.builder.eager import EagerReference
 from pelton.builder.engine_files import total_size, write_compact, write_json, write_manifest
 from pelton.builder.facts import model_recipes
+from pelton.builder.launches import plan_launches
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
 from pelton.builder.report import BuildReport, QualityReport
 from pelton.builder.selection import runs_on_this_cpu
 from pelton.builder.summary import build_report, engine_config, machine_report
+from pelton.builder.target import device_of, gpu_available, sm_of
 from pelton.builder.timing_cache import encode
 from pelton.builder.weights import write_weights
 from pelton.engine import native_runner
@@ -96,7 +98,18 @@ def build(
             if compiled.selected.timing_cache is not None:
                 (folder / "timing_cache.json").write_bytes(encode(compiled.selected.timing_cache))
             hashes = {path: sha256 for path, _, sha256 in shards}
-            why_not = native_runner.unavailable(compiled.plan)
+            target = str(compiled.config.target)
+            why_not = None
+            if device_of(target) == "cuda":
+                with clock("kernels"):
+                    code = plan_launches(compiled.plan, compiled.selected.choice.tables, sm_of(target))
+                    write_compact(
+                        folder / "compiled" / "code.json", code.write(folder / "compiled", clock.progress)
+                    )
+                if not gpu_available():
+                    why_not = "there is no GPU"
+            else:
+                why_not = native_runner.unavailable(compiled.plan)
             runs_here = runs_on_this_cpu(compiled.selected.cpu_level)
             if not runs_here:
                 changes.append(
@@ -107,12 +120,12 @@ def build(
                 changes.append(f"on this machine the engine runs on the slow PyTorch reference: {why_not}")
             quality = None
             if check and runs_here:
-                write_manifest(folder, hashes, compiled.selected.cpu_level)
+                write_manifest(folder, hashes, target, compiled.selected.cpu_level)
                 with clock("check"):
                     quality = _check(folder, opened, compiled, settled)
             report = build_report(opened, compiled, budget, quality, changes)
             (folder / "report.json").write_bytes(report.stored_json())
-            write_manifest(folder, hashes, compiled.selected.cpu_level)
+            write_manifest(folder, hashes, target, compiled.selected.cpu_level)
             size = total_size(folder)
     machine = machine_report(output, compiled, budget, size, clock.seconds, peak.peak, here)
     return msgspec.structs.replace(report, machine=machine)
@@ -135,6 +148,9 @@ def _check(folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: Eng
     model = create_model(checkpoint.config, max_seq_len=max_seq_len)
     recipes = model_recipes(model, checkpoint.source)
     reference = EagerReference(model, recipes, checkpoint.read, config, blocks)
-    native = native_runner.unavailable(compiled.plan) is None
+    if device_of(str(compiled.config.target)) == "cuda":
+        native = gpu_available()
+    else:
+        native = native_runner.unavailable(compiled.plan) is None
     with Session(folder, kv_blocks=blocks, runner="native" if native else "reference") as session:
         return check_engine(session, reference, steps, exact=compiled.exact)

@@ -20,9 +20,10 @@ from pelton.builder.lower import lower
 from pelton.builder.profiles import step_limits
 from pelton.builder.report import PassReport
 from pelton.builder.resolve import resolve
-from pelton.builder.selection import Selected, Selector
+from pelton.builder.selection import CudaSelector, Selected, Selector
 from pelton.builder.sources import readable, resolve_sources
 from pelton.builder.tactics import supporting
+from pelton.builder.target import device_of
 from pelton.builder.trace import trace
 from pelton.builder.weights import WeightSpec, is_rounded, stored_quant
 from pelton.engine.config import BuildConfig
@@ -65,8 +66,9 @@ class Compiled:
     @property
     def exact(self) -> bool:
         """Whether the engine computes the checkpoint's own values in float32."""
-        blocks = any(spec.blocks for spec in self.weights)
-        return not self.rounded and not (blocks and self.config.activations != "float32")
+        if self.rounded or self.config.activations not in ("float32", "int8"):
+            return False
+        return self.config.activations == "float32" or not any(spec.blocks for spec in self.weights)
 
 
 def compile_model(
@@ -99,7 +101,13 @@ def compile_model(
     notes += [f"{info.name}: {info.note}" for info in checkpoint.tensors.values() if info.note]
     notes += [f"config.json: {key} is not known and has no effect" for key in model.ignored_options]
     infos = readable(checkpoint)
-    selector = Selector(config, timing_cache, may_measure=may_measure)
+    assert config.target is not None
+    on_gpu = device_of(config.target) == "cuda"
+    selector: Selector | CudaSelector
+    if on_gpu:
+        selector = CudaSelector(config, timing_cache)
+    else:
+        selector = Selector(config, timing_cache, may_measure=may_measure)
     dtype = config.dtype
 
     def quant_of(recipe: Recipe) -> str:
@@ -108,7 +116,9 @@ def compile_model(
     context = PassContext(
         quant_of=quant_of,
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
-        stored_quant=lambda recipe, dimensions: stored_quant(quant_of(recipe), dimensions, dtype),
+        stored_quant=lambda recipe, dimensions: stored_quant(
+            quant_of(recipe), dimensions, dtype, blocks=not on_gpu
+        ),
         activations=config.activations,
         has_tactic=lambda spec: bool(supporting(spec, selector.tactics)),
         modes=config.passes,
@@ -118,13 +128,20 @@ def compile_model(
         outcomes = run_model_passes(PASSES, model, context, explain)
     with clock("trace"):
         graph = trace(
-            model, max_seq_len=config.max_seq_len, block_size=config.block_size, kv_dtype=config.kv_dtype
+            model,
+            max_seq_len=config.max_seq_len,
+            block_size=config.block_size,
+            kv_dtype=config.kv_dtype,
+            dtype=config.activations if on_gpu else "float32",
         )
     with clock("plan"):
         outcomes += run_graph_passes(PASSES, graph, context, explain)
         program = extract(graph)
         sources = _sources(graph, program, checkpoint.source)
-        quants = {root: _quant(root, source, infos, config.dtype) for root, source in sources.items()}
+        quants = {
+            root: _quant(root, source, infos, config.dtype, blocks=not on_gpu)
+            for root, source in sources.items()
+        }
     with clock("tactics"):
         selected = selector.choose(program, quants)
     with clock("plan"):
@@ -166,10 +183,10 @@ def _sources(graph: Graph, program: Program, source: Callable[[str], Recipe]) ->
     return found
 
 
-def _quant(root: Root, source: Source, infos: Mapping[str, TensorLike], dtype: str) -> str:
+def _quant(root: Root, source: Source, infos: Mapping[str, TensorLike], dtype: str, *, blocks: bool) -> str:
     if not isinstance(source, Recipe):
         return "float32"
-    return stored_quant(infer_quant(source, infos), len(root.shape), dtype)
+    return stored_quant(infer_quant(source, infos), len(root.shape), dtype, blocks=blocks)
 
 
 def _specs(plan: Plan, sources: Mapping[Root, Source]) -> list[WeightSpec]:

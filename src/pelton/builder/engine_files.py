@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pelton.engine.artifact import FORMAT_VERSION, NATIVE_ABI, TARGET, FileEntry, Manifest, file_sha256
+from pelton.engine.artifact import FORMAT_VERSION, NATIVE_ABI, FileEntry, Manifest, file_sha256
 from pelton.version import __version__
 
 
@@ -34,13 +34,13 @@ def file_entries(folder: Path, hashes: Mapping[Path, str]) -> tuple[FileEntry, .
     )
 
 
-def write_manifest(folder: Path, hashes: Mapping[Path, str], cpu_level: str) -> None:
-    """``manifest.json`` of a new engine over every other file."""
+def write_manifest(folder: Path, hashes: Mapping[Path, str], target: str, cpu_level: str) -> None:
+    """``manifest.json`` of a new engine for ``target`` over every other file."""
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         pelton_version=__version__,
         native_abi=NATIVE_ABI,
-        target=TARGET,
+        target=target,
         cpu_level=cpu_level,
         files=file_entries(folder, hashes),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from pelton.builder.profiles import apply_limits, resolve_profiles
+from pelton.builder.target import device_of, resolve_target
 from pelton.dtypes import is_dense
 from pelton.engine.config import BuildConfig
 from pelton.engine.resources import cores
@@ -20,9 +21,10 @@ from pelton.kernels import native
 from pelton.kernels.cpu_levels import ANY, INCLUDES
 from pelton.passes import PASSES, Mode
 
-MAX_BATCH_SIZE = 8
 MAX_SEQ_LEN = 8192
-MAX_NUM_TOKENS = 512
+#: By kind of device: sequences and tokens in a step.
+MAX_BATCH_SIZE = {"cpu": 8, "cuda": 256}
+MAX_NUM_TOKENS = {"cpu": 512, "cuda": 4096}
 BLOCK_SIZE = 16
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -65,9 +67,10 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
         "opt_num_tokens",
     ):
         _positive(name, values[name])
+    target = values["target"] = resolve_target(values["target"], notes)
     apply_limits(values)
     if values["max_batch_size"] is None:
-        values["max_batch_size"] = MAX_BATCH_SIZE
+        values["max_batch_size"] = MAX_BATCH_SIZE[device_of(target)]
     values["block_size"] = _choice("block_size", values["block_size"] or BLOCK_SIZE, BLOCK_SIZES)
     _resolve_lengths(values, facts, notes)
     _resolve_tokens(values, notes)
@@ -110,8 +113,9 @@ def _resolve_tokens(values: dict[str, Any], notes: list[str]) -> None:
     batch, block = values["max_batch_size"], values["block_size"]
     if values["max_num_tokens"] is None:
         useful = batch * values["max_seq_len"]
-        values["max_num_tokens"] = max(batch, min(MAX_NUM_TOKENS, useful))
-        if batch > MAX_NUM_TOKENS:
+        usual = MAX_NUM_TOKENS[device_of(values["target"])]
+        values["max_num_tokens"] = max(batch, min(usual, useful))
+        if batch > usual:
             notes.append(f"max_num_tokens is {batch}, so that each of max_batch_size sequences gets a token")
     elif values["max_num_tokens"] < batch:
         raise ConfigError(
@@ -132,6 +136,9 @@ def _resolve_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[s
         values["dtype"] = stored or "float32"
     elif _choice("dtype", values["dtype"], DTYPES) not in (stored, "float32") and stored is not None:
         notes.append(f"{stored} weights are rounded to {values['dtype']}, as dtype asks")
+    if device_of(values["target"]) == "cuda":
+        _resolve_gpu_types(values, facts, notes)
+        return
     if values["activations"] is None:
         values["activations"] = "int8" if facts.block_quantised else "float32"
         if facts.block_quantised:
@@ -145,6 +152,26 @@ def _resolve_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[s
     exact = values["dtype"] == "float32" and values["activations"] == "float32"
     if values["kv_dtype"] is None:
         values["kv_dtype"] = "float32" if exact else "float16"
+    _choice("kv_dtype", values["kv_dtype"], KV_DTYPES)
+
+
+def _resolve_gpu_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:
+    """On a GPU the network computes in the type of its matrices, and caches in it."""
+    if facts.block_quantised:
+        if facts.dense_dtype in (None, "float32") and values["dtype"] == "float32":
+            values["dtype"] = "bfloat16"
+        notes.append(
+            f"block-quantised weights are stored as {values['dtype']}: no GPU kernel reads blocks yet"
+        )
+    wanted = values["activations"]
+    if wanted not in (None, values["dtype"]):
+        raise ConfigError(
+            f"activations {wanted!r} is for CPU engines: on a GPU they have dtype ({values['dtype']}); leave "
+            "activations out, or set dtype"
+        )
+    values["activations"] = values["dtype"]
+    if values["kv_dtype"] is None:
+        values["kv_dtype"] = values["dtype"]
     _choice("kv_dtype", values["kv_dtype"], KV_DTYPES)
 
 
@@ -167,6 +194,14 @@ def _resolve_fast_build(values: dict[str, Any], notes: list[str]) -> None:
 def _resolve_target(values: dict[str, Any], notes: list[str]) -> None:
     """Which CPUs the engine is for, and whether tactics can be timed for them here."""
     here = native.cpu_level() if native.available() else None
+    if device_of(values["target"]) != "cpu":
+        for name in ("cpu_level", "timing"):
+            if values[name]:
+                raise ConfigError(
+                    f"{name} is for CPU engines, and target is {values['target']}; leave it out"
+                )
+        values["cpu_level"], values["timing"] = ANY, False
+        return
     if values["cpu_level"] is None:
         values["cpu_level"] = here or ANY
     level = _choice("cpu_level", values["cpu_level"], (*INCLUDES, ANY))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pelton.builder.calls import Call, Program, Root
 from pelton.builder.measure import Measurements
-from pelton.builder.profiles import Bucket, buckets
+from pelton.builder.profiles import Bucket, buckets, step_limits
 from pelton.builder.signature import CONTEXT, Signature, signature_of
 from pelton.builder.tactics import Choice, choose
 from pelton.builder.timing import Timer
@@ -145,8 +145,9 @@ class Selector:
 
 def target_tactics(known: Mapping[str, Tactic], cpu_level: str) -> dict[str, Tactic]:
     """Those of ``known`` that every CPU of ``cpu_level`` can run; all where there is no library to ask."""
+    known = {name: t for name, t in known.items() if t.device == "cpu"}
     if not native.available():
-        return dict(known)
+        return known
     kernels = native.library_kernels()
     return {name: t for name, t in known.items() if name in kernels and runs(kernels[name], cpu_level)}
 
@@ -167,3 +168,48 @@ def needed_level(choice: Choice, cpu_level: str) -> str:
 
 def _static(root: Root) -> tuple[int, ...]:
     return tuple(d for d in root.shape if isinstance(d, int))
+
+
+class CudaSelector:
+    """Chooses tactics of GPU targets by their default order, in buckets where that order changes.
+
+    Raises ``ConfigError`` when a timing cache is given.
+    """
+
+    def __init__(self, config: BuildConfig, path: Path | None) -> None:
+        if path is not None:
+            raise ConfigError(
+                f"timing caches are for CPU engines, and target is {config.target}; leave {path} out"
+            )
+        self._config = config
+        self._known = all_tactics()
+        self.tactics = {name: t for name, t in self._known.items() if t.device == "cuda"}
+        """Tactics that the target can run, by name."""
+
+    def choose(self, program: Program, quants: Mapping[Root, str]) -> Selected:
+        """Tactics for ``program``; ``quants``: stored value type of each weight and constant."""
+        config = self._config
+        assert config.activations is not None
+        tokens, batch = step_limits(config)["T"], step_limits(config)["B"]
+        ends = {t.largest_tokens for t in self.tactics.values()} | {tokens}
+        found = [
+            Bucket(max_tokens=end, dims={"T": end, "B": min(end, batch), "N": end})
+            for end in sorted(ends)
+            if 0 < end <= tokens
+        ]
+
+        def signature(call: Call, spec: NodeSpec, bucket: Bucket) -> Signature:
+            return signature_of(call, spec, bucket, context=CONTEXT, threads=0, reuse_bytes=0)
+
+        choice = choose(
+            program.calls,
+            quants,
+            self.tactics,
+            config.activations,
+            buckets=found,
+            signature_of=signature,
+            measure=Measurements(None),
+            plugins=config.plugins,
+            known=self._known,
+        )
+        return Selected(choice=choice, cpu_level=ANY, timing_cache=None, timed=0, cached=0)

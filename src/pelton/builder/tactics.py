@@ -91,7 +91,7 @@ def choose(
 
 def supporting(spec: NodeSpec, tactics: Mapping[str, Tactic]) -> list[Tactic]:
     """The tactics that can run such a call, best first."""
-    found = (t for t in tactics.values() if t.op == spec.op and t.device == "cpu" and t.supports(spec))
+    found = (t for t in tactics.values() if t.op == spec.op and t.supports(spec))
     return sorted(found, key=lambda t: (-t.priority, t.name))
 
 
@@ -262,7 +262,7 @@ class _Chooser:
         decisions = []
         for bucket, signature, entry in zip(self._buckets, self._signatures[i], times, strict=True):
             known = {name: us for name, us in (entry or {}).items() if us is not None}
-            tactic, timed = _fastest(fitting, known)
+            tactic, timed = _fastest([t for t in fitting if t.takes(bucket.max_tokens)], known)
             reason = "user" if i in self._plugged.chosen else "timed" if timed else "default"
             decisions.append(
                 Decision(

@@ -24,16 +24,31 @@ from pelton.errors import BuildError
 from pelton.ir.graph import Graph, op_name
 from pelton.ir.types import Dim, GraphInput
 from pelton.ir.verifier import verify
+from pelton.nn import functional as F
 
 
-def trace(model: nn.CausalLM, *, max_seq_len: int, block_size: int = 16, kv_dtype: str = "float32") -> Graph:
+def trace(
+    model: nn.CausalLM,
+    *,
+    max_seq_len: int,
+    block_size: int = 16,
+    kv_dtype: str = "float32",
+    dtype: str = "float32",
+) -> Graph:
     """The model's graph; ``model`` may be on the meta device.
 
-    Block tables get ``ceil(max_seq_len / block_size)`` columns; caches hold ``kv_dtype``. Raises
+    Block tables get ``ceil(max_seq_len / block_size)`` columns; caches hold ``kv_dtype``; the network
+    computes in ``dtype``, and its logits are float32. Raises
     ``BuildError`` when ``forward`` does what a plan cannot (control flow that depends on values or on
     the step's sizes, an op that is not allowed).
     """
-    step = _Step(model, math.ceil(max_seq_len / block_size), block_size, getattr(torch, kv_dtype))
+    step = _Step(
+        model,
+        math.ceil(max_seq_len / block_size),
+        block_size,
+        getattr(torch, kv_dtype),
+        getattr(torch, dtype),
+    )
     largest = max((math.prod(p.shape) for p in model.parameters()), default=0)
     main, *others = example_sizes(step.dims(), largest)
     graph = _graph(model, step, main)
@@ -56,7 +71,8 @@ def trace(model: nn.CausalLM, *, max_seq_len: int, block_size: int = 16, kv_dtyp
 class _Step:
     """The arguments of ``forward``: what each tensor is, and its shape with named dimensions."""
 
-    def __init__(self, model: nn.CausalLM, columns: int, block_size: int, kv_dtype: Any) -> None:
+    def __init__(self, model: nn.CausalLM, columns: int, block_size: int, kv_dtype: Any, dtype: Any) -> None:
+        self.dtype = dtype
         self._layouts, self._group_of = model.kv_groups(), model.group_of_layer()
         self.inputs: dict[GraphInput, tuple[tuple[Dim, ...], Any]] = {}
         self._vector("input_ids", "T")
@@ -115,11 +131,12 @@ def _run(model: nn.CausalLM, step: _Step, sizes: Sizes) -> Recorder:
     try:
         with torch.inference_mode():
             arguments = {i.name: meta(i.name, *described) for i, described in step.inputs.items()}
-            own = {
-                n: meta(n, p.shape, p.dtype) for n, p in (*model.named_parameters(), *model.named_buffers())
-            }
+            own = {n: meta(n, p.shape, step.dtype) for n, p in model.named_parameters()}
+            own |= {n: meta(n, b.shape, b.dtype) for n, b in model.named_buffers()}
             with recorder.modules_of(model), recorder:
                 logits = torch.func.functional_call(model, own, step.arguments(arguments))
+                if logits.dtype != torch.float32:
+                    logits = F.to_float32(logits)
             recorder.result(logits)
     except Exception as error:
         _refuse(model, _reason(error), error)

@@ -22,6 +22,7 @@ from pelton.builder.clock import Progress
 from pelton.dtypes import NATIVE_BLOCK_TYPES, is_dense
 from pelton.engine.shards import ShardWriter, TensorMeta
 from pelton.errors import BuildError, ConfigError
+from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
@@ -70,14 +71,18 @@ class WeightSpec:
         )
 
 
-def stored_quant(quant: str, ndim: int, dtype: str) -> str:
+def stored_quant(quant: str, ndim: int, dtype: str, *, blocks: bool = True) -> str:
     """Type in which an engine stores a tensor that the checkpoint holds as ``quant``.
+
+    ``blocks``: whether the target's kernels read block-quantised weights.
 
     Vectors (norms, biases) are float32: they are small and kernels read them as such. Dense
     matrices take the build's ``dtype``; blocks stay as they are where kernels know them.
     """
     if is_dense(quant):
         return dtype if ndim > 1 else "float32"
+    if not blocks:
+        return dtype
     return quant if quant in NATIVE_BLOCK_TYPES else "q8_0"
 
 
@@ -140,7 +145,7 @@ def unpacked(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[HostT
     tensor = evaluate(spec.source, read)
     if tensor.shape != spec.shape:
         raise BuildError(f"{spec.name} has shape {tensor.shape}, and the plan expects {spec.shape}")
-    if tensor.dense or tensor.quant == spec.quant:
+    if tensor.dense or tensor.quant == spec.quant or is_dense(spec.quant):
         return tensor, ""
     _assert_finite(tensor, spec, read)
     repacked, note = repack(tensor)
@@ -152,7 +157,9 @@ def _stored(rows: HostTensor, spec: WeightSpec, read: Callable[[str], HostTensor
     """Some rows in the type that the engine stores."""
     _assert_finite(rows, spec, read)
     if not rows.dense:
-        return rows
+        if not is_dense(spec.quant):
+            return rows
+        rows = HostTensor("float32", rows.shape, dequantize(rows))
     converted = convert(rows, spec.quant)
     if converted.quant == "float16" and not np.isfinite(converted.data).all():
         raise ConfigError(f"{spec.name} has values beyond float16's range; use dtype bfloat16 or float32")

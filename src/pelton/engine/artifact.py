@@ -28,7 +28,8 @@ from pelton.version import __version__
 FORMAT_VERSION = 2
 #: ``PELTON_ABI_VERSION`` of csrc/pelton.h: kernels' names, attributes and weight layouts.
 NATIVE_ABI = 1
-TARGET = "cpu"
+#: Kinds of devices that this Pelton runs engines on: ``cpu``, and GPUs as ``sm_90``.
+CPU, GPU_PREFIX = "cpu", "sm_"
 
 #: Small files that decide what runs.
 _ALWAYS_HASHED = ("config.json", "plan.json")
@@ -81,6 +82,11 @@ class Engine:
     def tokenizer_path(self) -> Path:
         """Folder with ``tokenizer.json``, chat template and generation defaults."""
         return self.path / "tokenizer"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it was built for an NVIDIA GPU."""
+        return self.manifest.target.startswith(GPU_PREFIX)
 
     @property
     def nbytes(self) -> int:
@@ -177,10 +183,10 @@ def _read_manifest(path: Path) -> Manifest:
             f"({FORMAT_VERSION}); rebuild the engine"
         )
     manifest = _decode(path, Manifest)
-    if manifest.target != TARGET:
+    if manifest.target != CPU and not manifest.target.startswith(GPU_PREFIX):
         raise EngineError(
-            f"{path.parent} was built for {manifest.target}, and this Pelton runs {TARGET} engines; "
-            "rebuild it for this machine"
+            f"{path.parent} was built for {manifest.target}, and this Pelton runs {CPU} and NVIDIA GPU "
+            "engines; rebuild it for this machine"
         )
     if manifest.native_abi != NATIVE_ABI:
         raise EngineError(

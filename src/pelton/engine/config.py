@@ -71,6 +71,9 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels run); otherwise tactics are chosen by their default order."""
     plugins: dict[str, str] = {}
     """Tactic by op: ``auto``, a tactic's name, or ``disable`` (the op runs on the reference)."""
+    target: str | None = None
+    """Device that the engine is for: cpu, an NVIDIA GPU's architecture (sm_80, sm_90, ...), or cuda: this
+    machine's GPU, else sm_90 (cpu)."""
     cpu_level: str | None = None
     """CPU level whose kernels may be used (this machine's): generic, avx2, avxvnni, avx512, avx512bf16, or
     any: kernels that run everywhere."""

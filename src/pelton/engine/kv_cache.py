@@ -66,10 +66,15 @@ def choose_num_blocks(config: EngineConfig, free: int | None = None) -> tuple[in
     return (blocks,) * len(config.model.kv_groups)
 
 
-def resolve_num_blocks(config: EngineConfig, kv_blocks: int | Sequence[int] | None) -> tuple[int, ...]:
-    """``kv_blocks`` as a tuple with one count per KV group. Raises ``ConfigError``."""
+def resolve_num_blocks(
+    config: EngineConfig, kv_blocks: int | Sequence[int] | None, free: int | None = None
+) -> tuple[int, ...]:
+    """``kv_blocks`` as a tuple with one count per KV group; ``free``: see ``choose_num_blocks``.
+
+    Raises ``ConfigError``.
+    """
     if kv_blocks is None:
-        return choose_num_blocks(config)
+        return choose_num_blocks(config, free)
     groups = len(config.model.kv_groups)
     counts = (kv_blocks,) * groups if isinstance(kv_blocks, int) else tuple(kv_blocks)
     if len(counts) != groups:

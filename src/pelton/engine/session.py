@@ -8,12 +8,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from pelton.engine import native_runner
 from pelton.engine.artifact import Engine, open_engine
 from pelton.engine.batch import InputBatch, StepResult
 from pelton.engine.config import EngineConfig
+from pelton.engine.cuda.open import gpu_device, gpu_free
 from pelton.engine.kv_cache import KVCaches, allocate, resolve_num_blocks
 from pelton.engine.native_plan import NativePlan
 from pelton.engine.prefault import Prefault
@@ -32,6 +33,13 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Reloadable(Protocol):
+    """A runner that takes other weights in place, where a second copy would not fit."""
+
+    def reload(self, engine: Engine) -> None: ...
+
+
 class Session:
     """An engine with its KV cache, ready to run steps (a ``ModelSession``).
 
@@ -39,7 +47,9 @@ class Session:
     - ``kv_blocks``: blocks of each KV group, one number for all or one each (default: enough for
       ``max_batch_size`` sequences of ``max_seq_len`` tokens, or what fits in free memory);
     - ``runner``: ``native``, ``reference`` (PyTorch, slow: for debugging), or ``auto``: native
-      where the library is there, else reference with a warning.
+      where the library is there, else reference with a warning;
+    - ``device``: which GPU, and ``gpu_memory_fraction``: how much of its free memory may be taken, for an
+      engine that was built for one.
 
     Raises ``EngineError`` when the engine cannot be used, ``ConfigError`` for a bad argument.
     """
@@ -54,21 +64,27 @@ class Session:
         threads: int | None = None,
         kv_blocks: int | Sequence[int] | None = None,
         runner: RunnerName = "auto",
+        device: int = 0,
+        gpu_memory_fraction: float = 0.9,
     ) -> None:
         self.engine = engine if isinstance(engine, Engine) else open_engine(engine)
         self.engine.require_weights()
         self.config = self.engine.config
         self.threads = _resolve_threads(self.config, threads)
-        self.num_blocks = resolve_num_blocks(self.config, kv_blocks)
+        self._device = gpu_device(self.engine, device) if runner != "reference" else None
+        free = None if self._device is None else gpu_free(self.engine, self._device, gpu_memory_fraction)
+        self.num_blocks = resolve_num_blocks(self.config, kv_blocks, free)
         self._checker = BatchChecker(self.config, self.num_blocks, self.engine.plan.dims["N"])
         plan = self.engine.plan
         self._names = frozenset(o.name for o in plan.operands if plan.buffers[o.buffer].kind == "arena")
-        self._caches = allocate(self.config, self.num_blocks)
+        # On a GPU the runner keeps the caches, where it computes.
+        on_gpu = self._device is not None
+        self._caches = KVCaches({}, {}, self.num_blocks) if on_gpu else allocate(self.config, self.num_blocks)
         self.weight_epoch = 0
         """How often the weights have been replaced: part of what cached prefixes are keyed by."""
         self._runner: Runner | None
         self.runner_name, self._runner = self._make_runner(runner, self.engine)
-        self._prefault = Prefault(self.engine.weights.files)
+        self._prefault = Prefault([] if on_gpu else self.engine.weights.files)
 
     @property
     def engine_id(self) -> str:
@@ -116,6 +132,11 @@ class Session:
                 f"{engine.path} has another {why} than the running {self.engine.path}; "
                 "start a new session (or server) for it"
             )
+        if isinstance(self._runner, Reloadable):
+            self._runner.reload(engine)
+            self.engine = engine
+            self.weight_epoch += 1
+            return
         name: RunnerName = "native" if self.runner_name == "native" else "reference"
         # The old runner stays until the new one is complete, so that there is always a whole one.
         _, runner = self._make_runner(name, engine)
@@ -143,6 +164,10 @@ class Session:
     def _make_runner(self, name: RunnerName, engine: Engine) -> tuple[str, Runner]:
         if name not in ("auto", "native", "reference"):
             raise ConfigError(f"unknown runner {name!r} (known: auto, native, reference)")
+        if self._device is not None:
+            from pelton.engine.cuda.runner import CudaRunner
+
+            return "cuda", CudaRunner(engine, self.num_blocks, self._device)
         if name != "reference":
             reason = native_runner.unavailable(engine.plan)
             if reason is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pelton.dtypes import is_dense
+from pelton.kernels.launch import CallSpec, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,16 @@ class Tactic:
     """Layout wanted of each weight operand, by input index (absent: ``rows``)."""
     workspace: Callable[[NodeSpec, int], int] = lambda node, max_tokens: 0
     """Scratch bytes for a step of ``max_tokens`` tokens."""
+    largest_tokens: int = 0
+    """Largest step, tokens, that it can run; 0: any."""
+    launches: Callable[[CallSpec, int], tuple[Work, ...]] | None = None
+    """CUDA: the kernels of a call in steps of at most so many tokens."""
+    decode: Callable[[CallSpec, int], tuple[Work, ...]] | None = None
+    """CUDA: the kernels where every sequence of the step has one token; None: ``launches`` too."""
+
+    def takes(self, tokens: int) -> bool:
+        """Whether it can run steps of so many tokens."""
+        return not self.largest_tokens or tokens <= self.largest_tokens
 
 
 #: Element types of KV caches, and the largest head that the native attention kernels take.
@@ -89,6 +100,23 @@ def native_caches(node: NodeSpec, k: int, v: int) -> bool:
     )
 
 
+#: Element types of the GPU kernels' operands.
+GPU_FLOATS = ("float32", "float16", "bfloat16")
+
+
+def float_rows(node: NodeSpec) -> bool:
+    """Whether every operand is float or int32: nothing packed."""
+    return all(t is None or (t.quant or t.dtype) in (*GPU_FLOATS, "int32") for t in node.inputs)
+
+
+def gpu_caches(node: NodeSpec, k: int, v: int) -> bool:
+    """Whether the GPU kernels take the KV caches at inputs ``k`` and ``v``."""
+    k_cache, v_cache = node.inputs[k], node.inputs[v]
+    assert k_cache is not None
+    assert v_cache is not None
+    return float_rows(node) and k_cache.dtype == v_cache.dtype and int(k_cache.shape[3]) <= 256
+
+
 def all_tactics() -> dict[str, Tactic]:
     """Every tactic in ``pelton.kernels``, by name."""
     import pelton.kernels as package
@@ -99,6 +127,8 @@ def all_tactics() -> dict[str, Tactic]:
             continue
         sub = importlib.import_module(folder.name)
         for module in pkgutil.iter_modules(sub.__path__, folder.name + "."):
+            if module.name.rpartition(".")[2].startswith("triton_"):
+                continue  # a kernel's source: imported where it is compiled
             for tactic in getattr(importlib.import_module(module.name), "TACTICS", ()):
                 assert tactic.name not in found, f"two tactics are called {tactic.name}"
                 found[tactic.name] = tactic

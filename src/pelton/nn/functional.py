@@ -83,6 +83,11 @@ def paged_attention(
     )
 
 
+def to_float32(x: Any) -> Any:
+    """``x`` as float32."""
+    return _ops.to_float32(x)
+
+
 def take_rows(x_TD: Any, index_N: Any) -> Any:
     """``x[index]`` -> (N, D)."""
     return _ops.take_rows(x_TD, index_N)

@@ -31,5 +31,6 @@ from pelton.ir.ops import (  # noqa: F401
     softcap,
     softmax,
     take_rows,
+    to_float32,
     unary,
 )

@@ -1,0 +1,217 @@
+"""Pelton on one NVIDIA GPU at the shape of Llama-3.1-8B, beside the hardware's floor and vLLM's figures.
+
+    python benchmarks/h200.py [--engine DIR] [--only b,c,f] [--profile] [--json FILE]
+
+The engine is built here from random weights (nothing is downloaded) and driven in this process, without a
+tokenizer or HTTP. Floors are bytes that must move over 4.3 TB/s, or operations over 790 TFLOP/s, measured on
+an H200; the peer is vLLM 0.25.1 on such a machine. Times are wall-clock of whole steps, logits on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pelton
+from pelton.builder.facts import expected_tensors
+from pelton.engine.batch import AttentionMetadata, InputBatch
+from pelton.ir.tensors import HostTensor, f32_to_bf16
+from pelton.models.checkpoint import Checkpoint, TensorInfo
+from pelton.models.registry import create_model
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+
+#: (test, size) -> floor, vLLM, goal: milliseconds.
+TABLE = {
+    ("b", 1): (3.49, 4.95, 3.75),
+    ("c", 128): (None, 9.6, 5.0),
+    ("c", 512): (None, 15.9, 12.0),
+    ("c", 2048): (37.8, 51.8, 43.0),
+    ("c", 8192): (168.0, 220.0, 190.0),
+    ("f", 1): (3.54, 4.99, 3.85),
+    ("f", 8): (3.8, 5.30, 4.2),
+    ("f", 32): (4.5, 6.35, 5.0),
+    ("f", 64): (5.6, 7.68, 6.2),
+    ("f", 128): (7.6, 10.6, 8.5),
+    ("f", 256): (13.2, 18.0, 14.5),
+}
+NAMES = {
+    "b": "decode, batch {}, 128 in 256 out, per token",
+    "c": "first token, {} in",
+    "f": "decode step at 1024 tokens, batch {}",
+}
+
+
+class RandomLlama(Checkpoint):
+    """bfloat16 weights of ``config`` from one random block, repeated: made at the speed of a copy."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.name, self.path, self.config = "llama-8b-shape", Path("llama-8b-shape"), config
+        self.generation_config: dict[str, Any] = {}
+        model = create_model(config, max_seq_len=config["max_position_embeddings"])
+        self.tensors = {
+            name: TensorInfo(name=name, shape=shape, quant="bfloat16", nbytes=2 * int(np.prod(shape)))
+            for name, shape in expected_tensors(model).items()
+        }
+        values = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32)
+        self._block = f32_to_bf16(values * 0.02)
+        self._ones = f32_to_bf16(np.ones(1 << 14, np.float32))
+
+    def read(self, name: str) -> HostTensor:
+        shape = self.tensors[name].shape
+        source = self._ones if len(shape) == 1 else np.roll(self._block, len(name) * 977)
+        return HostTensor("bfloat16", shape, np.resize(source, shape))
+
+    def write_tokenizer(self, directory: Path) -> None:
+        (directory / "tokenizer.json").write_text("{}")
+        (directory / "special_tokens.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_ids": [2]}))
+
+    def files(self) -> Iterable[Path]:
+        return ()
+
+
+class Driver:
+    """Steps over a session: sequence ``b`` owns the blocks from ``b * per_sequence``."""
+
+    def __init__(self, session: pelton.Session) -> None:
+        build = session.config.build
+        assert build.block_size and build.max_seq_len
+        self.session, self._page = session, build.block_size
+        self._columns = -(-build.max_seq_len // build.block_size)
+        self._rng = np.random.default_rng(1)
+
+    def batch(self, new: int, totals: list[int], per_sequence: int) -> InputBatch:
+        """``new`` tokens of each sequence, which then has ``totals[b]``."""
+        table = np.zeros((len(totals), self._columns), np.int32)
+        positions, slots = [], []
+        for b, total in enumerate(totals):
+            table[b, :per_sequence] = np.arange(per_sequence) + b * per_sequence
+            p = np.arange(total - new, total)
+            positions.append(p)
+            slots.append(table[b, p // self._page] * self._page + p % self._page)
+        cu = np.arange(len(totals) + 1, dtype=np.int32) * new
+        group = AttentionMetadata(
+            slot_mapping_T=np.concatenate(slots).astype(np.int32),
+            block_table_BM=table,
+            cu_seqlens=cu,
+            seq_lens_B=np.array(totals, np.int32),
+        )
+        return InputBatch(
+            input_ids_T=self._rng.integers(3, 100000, new * len(totals)).astype(np.int32),
+            positions_T=np.concatenate(positions).astype(np.int32),
+            groups=(group,),
+            logits_indices_N=cu[1:] - 1,
+        )
+
+    def milliseconds(self, batch: InputBatch, repeats: int) -> float:
+        """Median of whole steps after two that warm up."""
+        times = []
+        for i in range(repeats + 2):
+            start = time.perf_counter()
+            self.session.run(batch)
+            if i >= 2:
+                times.append(1e3 * (time.perf_counter() - start))
+        return statistics.median(times)
+
+    def decode(self, prompt: int, answer: int) -> float:
+        """Milliseconds per token of one greedy answer, after a prompt."""
+        per = -(-(prompt + answer) // self._page)
+        self.session.run(self.batch(prompt, [prompt], per))
+        self.session.run(self.batch(1, [prompt + 1], per))
+        steps = [self.batch(1, [prompt + i], per) for i in range(1, answer + 1)]
+        start = time.perf_counter()
+        for step in steps:
+            int(self.session.run(step).logits_NV[0].argmax())
+        return 1e3 * (time.perf_counter() - start) / answer
+
+
+def measure(driver: Driver, only: set[str]) -> dict[tuple[str, int], float]:
+    """Milliseconds by test and size."""
+    found = {}
+    for test, size in TABLE:
+        if test not in only:
+            continue
+        if test == "b":
+            found[test, size] = statistics.median(driver.decode(128, 256) for _ in range(3))
+        elif test == "c":
+            found[test, size] = driver.milliseconds(driver.batch(size, [size], -(-size // 16)), 5)
+        else:
+            found[test, size] = driver.milliseconds(
+                driver.batch(1, [1025 + 7 * (b % 8) for b in range(size)], 68), 15
+            )
+    return found
+
+
+def profile(driver: Driver, batch: InputBatch) -> list[tuple[str, float, int]]:
+    """(op, GPU milliseconds of a step without graphs, calls), most first."""
+    runner: Any = driver.session._runner
+    times: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for instruction, ms in runner.profile(batch):
+        name = instruction.op if instruction.op != "linear" else "linear " + instruction.name.split(".")[-2]
+        times[name] += ms
+        calls[name] += 1
+    return [(name, ms, calls[name]) for name, ms in times.most_common()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engine", type=Path, default=Path(".cache/llama-8b-shape.engine"))
+    parser.add_argument("--only", default="b,c,f")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not args.engine.exists():
+        args.engine.parent.mkdir(parents=True, exist_ok=True)
+        config = pelton.BuildConfig(
+            target="cuda", max_seq_len=8448, max_num_tokens=8192, max_batch_size=256, dtype="bfloat16"
+        )
+        report = pelton.build(RandomLlama(LLAMA_8B), config, output=args.engine, check=False)
+        print(report.text(), flush=True)
+    start = time.perf_counter()
+    with pelton.Session(args.engine) as session:
+        print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)
+        driver = Driver(session)
+        found = measure(driver, set(args.only.split(",")))
+        print(f"{'test':<44}{'floor':>8}{'vLLM':>8}{'goal':>8}{'Pelton':>9}{'/vLLM':>7}")
+        for key, ms in found.items():
+            floor, peer, goal = TABLE[key]
+            name = NAMES[key[0]].format(key[1])
+            print(f"{name:<44}{floor or '':>8}{peer:>8}{goal:>8}{ms:>9.2f}{ms / peer:>7.2f}", flush=True)
+        if args.profile:
+            for new, totals in ((1, [1025]), (1, [1025] * 64), (2048, [2048])):
+                print(f"-- {len(totals)} sequences, {new} new tokens each")
+                batch = driver.batch(new, totals, -(-max(totals) // 16) + 1)
+                for name, ms, n in profile(driver, batch)[:14]:
+                    print(f"  {name:<28}{ms:>9.3f} ms {n:>5} calls {1e3 * ms / n:>9.1f} us each")
+    if args.json:
+        rows = [{"test": t, "size": s, "ms": round(ms, 3)} for (t, s), ms in found.items()]
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

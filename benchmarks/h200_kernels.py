@@ -1,0 +1,323 @@
+"""Sweeps tiles of the GPU kernels at Llama-3.1-8B's shapes: what ``kernels/*/cuda.py`` chooses among.
+
+    python benchmarks/h200_kernels.py [--only gemv,skinny,cublaslt,attention] [--json FILE]
+
+Each variant runs in a CUDA graph over enough copies of its weights that none is found in L2. Microseconds of
+a launch, and its share of the floor: bytes that must move at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes as C
+import itertools
+import json
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pelton.builder.cubins import Cubin, compile_kernel
+from pelton.engine.resources import cores
+from pelton.errors import PeltonError
+from pelton.kernels.gpu.cublaslt import CublasLt
+from pelton.kernels.gpu.driver import Device, Event, Function, LaunchConfig, Memory, Stream, capture, library
+from pelton.kernels.launch import COUNTER_BYTES, CallSpec, KernelSource, LaunchSpec, OperandSpec
+from pelton.kernels.linear.cuda import GemvTiles, SkinnyTiles, gemv, skinny
+from pelton.kernels.paged_attention.cuda import Tiles, attention
+
+BANDWIDTH = 4.3e12
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+SHAPES["lm_head"] = (128256, 4096)
+HEADS, KV_HEADS, DIM, CONTEXT = 32, 8, 128, 1024
+
+
+@dataclass
+class Variant:
+    """One thing to time: launches over operands at addresses."""
+
+    what: str
+    size: int
+    tiles: dict[str, int]
+    works: tuple[Any, ...]
+    dims: dict[str, int]
+    floor_us: float
+
+
+def operand(*shape: int | str, dtype: str = "bfloat16") -> OperandSpec:
+    """Contiguous."""
+    strides, n = [], 1
+    for size in reversed(shape):
+        strides.append(n)
+        n *= size if isinstance(size, int) else 1
+    return OperandSpec(dtype=dtype, shape=shape, strides=tuple(reversed(strides)))
+
+
+def linear_call(n: int, k: int) -> CallSpec:
+    return CallSpec(inputs=(operand("T", k), operand(n, k), None), outputs=(operand("T", n),))
+
+
+def linear_variants(kinds: set[str]) -> Iterator[Variant]:
+    for name, (n, k) in SHAPES.items():
+        floor = 1e6 * 2 * n * k / BANDWIDTH
+        call = linear_call(n, k)
+        if "gemv" in kinds:
+            for bn, bk, stages, warps in itertools.product(
+                (2, 4, 8, 16), (512, 1024, 2048), (3, 5), (2, 4, 8)
+            ):
+                if bn * bk * stages * 2 > 160_000 or bn * bk > warps * 4096:
+                    continue
+                tiles = GemvTiles(bn, bk, stages, warps)
+                yield Variant(f"gemv {name}", 1, asdict(tiles), (gemv(call, tiles),), {"T": 1}, floor)
+        if "skinny" in kinds:
+            for m, bn, bk, split, stages in itertools.product(
+                (8, 32, 64), (16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (3, 5)
+            ):
+                bm = 16 if m <= 16 else m
+                programs = -(-n // bn) * split
+                if (bn + bm) * bk * stages * 2 > 200_000 or not 120 <= programs <= 2100 or k // split < 512:
+                    continue
+                tiles = SkinnyTiles(bm, bn, bk, split, stages, 4)
+                yield Variant(f"skinny {name}", m, asdict(tiles), (skinny(call, tiles),), {"T": m}, floor)
+
+
+def attention_variants() -> Iterator[Variant]:
+    for batch in (1, 8, 32, 64, 128, 256):
+        floor = 1e6 * batch * CONTEXT * KV_HEADS * DIM * 4 / BANDWIDTH
+        for page in (16, 64):
+            call = attention_call(page)
+            for keys, splits, stages, warps in itertools.product(
+                (16, 32, 64, 128), (1, 2, 4, 8, 16, 32), (2, 4), (1, 2, 4)
+            ):
+                if not 64 <= batch * KV_HEADS * splits <= 4200 or keys * splits > CONTEXT or keys > 4 * page:
+                    continue
+                tiles = Tiles(1, keys, splits, stages, warps)
+                yield Variant(
+                    f"attention page {page}",
+                    batch,
+                    asdict(tiles),
+                    attention(call, tiles, batch),
+                    {"T": batch, "B": batch},
+                    floor,
+                )
+
+
+def attention_call(page: int) -> CallSpec:
+    cache = operand("P", KV_HEADS, page, DIM)
+    index = operand("B", 2048 // page, dtype="int32")
+    return CallSpec(
+        inputs=(
+            operand("T", HEADS, DIM),
+            cache,
+            cache,
+            index,
+            operand("B+1", dtype="int32"),
+            operand("B", dtype="int32"),
+        ),
+        outputs=(operand("T", HEADS, DIM),),
+        attrs={"scale": DIM**-0.5, "window": 0, "softcap": 0.0},
+    )
+
+
+class Bench:
+    """Memory and kernels for one variant after another."""
+
+    def __init__(self, cubins: dict[KernelSource, Cubin]) -> None:
+        self.device, self.stream = Device(), Stream()
+        self.cubins = cubins
+        self.big = Memory(6 << 30)
+        self.small = Memory(1 << 30)
+        self.workspace = Memory(COUNTER_BYTES + (512 << 20))
+        for memory in (self.big, self.small, self.workspace):
+            memory.fill(0, self.stream)
+        self.cublas = CublasLt()
+        self.functions: dict[KernelSource, Function] = {}
+
+    def linear_addresses(self, n: int, k: int) -> list[tuple[list[int], list[int]]]:
+        """(inputs, outputs) of several copies of the weight."""
+        copies = max(2, min(24, (512 << 20) // (2 * n * k)))
+        return [
+            ([self.small.address, self.big.address + i * 2 * n * k, 0], [self.small.address + (256 << 20)])
+            for i in range(copies)
+        ]
+
+    def attention_addresses(self, batch: int, page: int) -> list[tuple[list[int], list[int]]]:
+        per = CONTEXT // page
+        table = np.zeros((batch, 2048 // page), np.int32)
+        table[:, :per] = np.random.default_rng(0).permutation(batch * per).reshape(batch, per)
+        where = self.small.address + (512 << 20)
+        arrays = [table, np.arange(batch + 1, dtype=np.int32), np.full(batch, CONTEXT, np.int32)]
+        places = []
+        for array in arrays:
+            self.stream.copy_in(where, array.ctypes.data, array.nbytes)
+            self.stream.wait()
+            places.append(where)
+            where += -(-array.nbytes // 64) * 64
+        cache = batch * CONTEXT * KV_HEADS * DIM * 2
+        copies = max(1, min(24, (512 << 20) // (2 * cache)))
+        return [
+            (
+                [
+                    self.small.address,
+                    self.big.address + 2 * i * cache,
+                    self.big.address + (2 * i + 1) * cache,
+                    *places,
+                ],
+                [self.small.address + (256 << 20)],
+            )
+            for i in range(copies)
+        ]
+
+    def microseconds(self, variant: Variant, addresses: list[tuple[list[int], list[int]]]) -> float:
+        launches = [self.bind(work, variant.dims, *pair) for pair in addresses for work in variant.works]
+        repeats = max(1, 24 // len(addresses))
+        with capture(self.stream) as captured:
+            for _ in range(repeats):
+                for launch in launches:
+                    launch()
+        graph = captured.graph
+        assert graph is not None
+        a, b = Event(timing=True), Event(timing=True)
+        best = float("inf")
+        for _ in range(4):
+            a.record(self.stream)
+            graph.launch(self.stream)
+            b.record(self.stream)
+            b.wait()
+            best = min(best, b.milliseconds_since(a))
+        graph.close()
+        return 1e3 * best / (repeats * len(addresses))
+
+    def bind(self, work: LaunchSpec, dims: dict[str, int], inputs: list[int], outputs: list[int]) -> Any:
+        source = work.kernel
+        cubin = self.cubins[source]
+        if source not in self.functions:
+            self.functions[source] = Function(cubin.image, cubin.name, cubin.shared)
+        function = self.functions[source]
+        values: list[Any] = []
+        for argument in work.arguments:
+            match argument.kind:
+                case "input":
+                    values.append(C.c_uint64(inputs[argument.index]))
+                case "output":
+                    values.append(C.c_uint64(outputs[argument.index]))
+                case "workspace":
+                    values.append(C.c_uint64(self.workspace.address + argument.offset))
+                case "dim":
+                    values.append(C.c_int32(dims[argument.dim]))
+                case "float":
+                    values.append(C.c_float(argument.value))
+                case _:
+                    values.append(C.c_int32(int(argument.value)))
+        values += [C.c_uint64(0), C.c_uint64(0)]
+        parameters = (C.c_void_p * len(values))(*(C.addressof(v) for v in values))
+        config = LaunchConfig()
+        grid = [sum(t.value(dims) for t in axis) for axis in work.grid]
+        config.grid[:] = grid + [1] * (3 - len(grid))
+        config.block[:] = (cubin.threads, 1, 1)
+        config.shared, config.stream = cubin.shared, self.stream.handle
+
+        def launch(keep: Any = values) -> None:
+            code = library().cuLaunchKernelEx(C.byref(config), function.handle, parameters, None)
+            assert code == 0, f"launch failed: {code}"
+
+        return launch
+
+
+def compile_or_none(source: KernelSource) -> Cubin | None:
+    try:
+        return compile_kernel(source, 90)
+    except PeltonError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="gemv,skinny,cublaslt,attention")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    kinds = set(args.only.split(","))
+    variants = [*linear_variants(kinds), *(attention_variants() if "attention" in kinds else ())]
+    sources = list(dict.fromkeys(w.kernel for v in variants for w in v.works))
+    print(f"{len(variants)} variants, {len(sources)} kernels", flush=True)
+    with ProcessPoolExecutor(cores()) as pool:
+        found = dict(zip(sources, pool.map(compile_or_none, sources, chunksize=4), strict=True))
+    cubins = {source: cubin for source, cubin in found.items() if cubin is not None}
+    print(f"{len(cubins)} compiled", flush=True)
+    bench = Bench(cubins)
+    rows = []
+    for variant in variants:
+        if any(
+            w.kernel not in cubins or cubins[w.kernel].shared > bench.device.max_shared for w in variant.works
+        ):
+            continue
+        if variant.what.startswith("attention"):
+            addresses = bench.attention_addresses(variant.size, int(variant.what.split()[-1]))
+        else:
+            addresses = bench.linear_addresses(*SHAPES[variant.what.split()[1]])
+        us = bench.microseconds(variant, addresses)
+        rows.append(
+            {
+                "what": variant.what,
+                "size": variant.size,
+                "us": round(us, 2),
+                "floor": round(variant.floor_us, 2),
+                **variant.tiles,
+            }
+        )
+    if "cublaslt" in kinds:
+        for name, (n, k) in SHAPES.items():
+            for m in (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192):
+                addresses = bench.linear_addresses(n, k)
+                if m * n * 2 > (700 << 20):
+                    continue
+                with capture(bench.stream) as captured:
+                    for inputs, outputs in addresses:
+                        bench.cublas.matmul(
+                            bench.stream,
+                            tokens=m,
+                            n=n,
+                            k=k,
+                            x_row=k,
+                            dtype="bfloat16",
+                            out_dtype="bfloat16",
+                            x=inputs[0],
+                            weight=inputs[1],
+                            out=outputs[0],
+                        )
+                assert captured.graph is not None
+                a, b = Event(timing=True), Event(timing=True)
+                best = float("inf")
+                for _ in range(4):
+                    a.record(bench.stream)
+                    captured.graph.launch(bench.stream)
+                    b.record(bench.stream)
+                    b.wait()
+                    best = min(best, b.milliseconds_since(a))
+                us = 1e3 * best / len(addresses)
+                floor = max(1e6 * 2 * n * k / BANDWIDTH, 1e6 * 2 * m * n * k / 790e12)
+                rows.append(
+                    {"what": f"cublaslt {name}", "size": m, "us": round(us, 2), "floor": round(floor, 2)}
+                )
+    best_rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        best_rows.setdefault((row["what"], row["size"]), []).append(row)
+    for (what, size), group in sorted(best_rows.items()):
+        group.sort(key=lambda r: r["us"])
+        for row in group[:3]:
+            tiles = {k: v for k, v in row.items() if k not in ("what", "size", "us", "floor")}
+            print(
+                f"{what:<22}{size:>6}{row['us']:>9.1f} us {row['floor'] / row['us']:>6.0%} of floor  {tiles}",
+                flush=True,
+            )
+    if args.json:
+        args.json.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Compiles the kernels of CUDA tactics with Triton, without a GPU, into ``compiled/`` of an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pelton.engine.cuda.code import Code, Kernel, Launch, Matmul, Variants
+from pelton.engine.cuda.code import Work as StoredWork
+from pelton.engine.resources import cores
+from pelton.errors import BuildError, MissingDependencyError
+from pelton.kernels.launch import KernelSource, LaunchSpec, Work
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """What a compiled kernel needs to be launched."""
+
+    image: bytes
+    name: str
+    threads: int
+    shared: int
+
+
+def compile_kernel(source: KernelSource, sm: int) -> Cubin:
+    """The machine code of ``source`` for compute capability ``sm``. Raises ``BuildError``."""
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"engines for GPUs are compiled with Triton, which is not here ({error}); "
+            "install it with: pip install triton"
+        ) from error
+    function = getattr(importlib.import_module(source.module), source.function)
+    types, constants = dict(source.types), dict(source.constants)
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+    unknown = (types.keys() | constants.keys()) ^ set(function.arg_names)
+    assert not unknown, f"{source.function}: parameters do not match its launch: {sorted(unknown)}"
+    attributes = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in source.aligned
+    }
+    try:
+        compiled = triton.compile(
+            ASTSource(function, signature, constants, attributes),
+            target=GPUTarget("cuda", sm, 32),
+            options={"num_warps": source.num_warps, "num_stages": source.num_stages},
+        )
+    except Exception as error:
+        raise BuildError(
+            f"the kernel {source.function} could not be compiled for sm_{sm}: {type(error).__name__}: {error}"
+        ) from error
+    metadata = compiled.metadata
+    if metadata.global_scratch_size:
+        raise BuildError(f"the kernel {source.function} wants scratch memory of its own")
+    return Cubin(
+        image=compiled.asm["cubin"],
+        name=metadata.name,
+        threads=32 * metadata.num_warps,
+        shared=metadata.shared,
+    )
+
+
+def _stored(works: Sequence[Work], index: Mapping[KernelSource, int]) -> tuple[StoredWork, ...]:
+    return tuple(
+        Launch(kernel=index[w.kernel], grid=w.grid, arguments=w.arguments)
+        if isinstance(w, LaunchSpec)
+        else Matmul(n=w.n, k=w.k, x_row=w.x_row, dtype=w.dtype, out_dtype=w.out_dtype)
+        for w in works
+    )
+
+
+def _compile(item: tuple[KernelSource, int]) -> Cubin:
+    return compile_kernel(*item)
+
+
+@dataclass
+class CodeWriter:
+    """Gathers the launches of a plan's instructions, compiles their kernels once, writes the files."""
+
+    sm: int
+    launches: list[dict[str, tuple[tuple[Work, ...], tuple[Work, ...] | None]]] = field(default_factory=list)
+
+    def add(self, by_tactic: dict[str, tuple[tuple[Work, ...], tuple[Work, ...] | None]]) -> None:
+        """The next instruction's work by tactic: in any step, in decode steps (None: the same)."""
+        self.launches.append(by_tactic)
+
+    def sources(self) -> list[KernelSource]:
+        """The kernels, each once, in the order of first use."""
+        variants = (v for by_tactic in self.launches for pair in by_tactic.values() for v in pair if v)
+        found = (spec.kernel for works in variants for spec in works if isinstance(spec, LaunchSpec))
+        return list(dict.fromkeys(found))
+
+    def write(self, folder: Path, progress: Callable[[str, int, int], None]) -> Code:
+        """Compile into ``folder`` (an engine's ``compiled``) -> what ``code.json`` says."""
+        sources = self.sources()
+        kernels = []
+        folder.mkdir()
+        for i, cubin in enumerate(self._compile_all(sources)):
+            file = hashlib.sha256(cubin.image).hexdigest()[:16] + ".cubin"
+            (folder / file).write_bytes(cubin.image)
+            kernels.append(
+                Kernel(
+                    file=f"{folder.name}/{file}",
+                    name=cubin.name,
+                    threads=cubin.threads,
+                    shared=cubin.shared,
+                    scratch=2,
+                )
+            )
+            progress("kernels", i + 1, len(sources))
+        index = {source: i for i, source in enumerate(sources)}
+        return Code(
+            sm=self.sm,
+            kernels=tuple(kernels),
+            launches=tuple(
+                {
+                    tactic: Variants(
+                        any=_stored(always, index), decode=None if decode is None else _stored(decode, index)
+                    )
+                    for tactic, (always, decode) in by_tactic.items()
+                }
+                for by_tactic in self.launches
+            ),
+        )
+
+    def _compile_all(self, sources: Sequence[KernelSource]) -> list[Cubin]:
+        items = [(source, self.sm) for source in sources]
+        if len(items) < 4:
+            return [_compile(item) for item in items]
+        with ProcessPoolExecutor(min(cores(), len(items))) as pool:
+            return list(pool.map(_compile, items))

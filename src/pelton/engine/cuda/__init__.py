@@ -1,0 +1,1 @@
+"""Engines on NVIDIA GPUs: memory, launches and graphs. No torch, no Triton."""

@@ -1,0 +1,171 @@
+"""A plan's launches bound to addresses: what a step puts into the stream.
+
+The sizes of a step are shared C integers that every launch points to, so that a step of other sizes changes
+a handful of numbers and the grids, not the arguments of hundreds of launches.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
+from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice
+from pelton.errors import EngineError
+from pelton.kernels.gpu.cublaslt import CublasLt
+from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, library
+
+
+class _Bound:
+    """One launch with its arguments in place."""
+
+    def __init__(self, function: Function, threads: int, launch: Launch, pointers: list[int]) -> None:
+        self.launch = launch
+        self.function = function
+        self.parameters = (C.c_void_p * len(pointers))(*pointers)
+        self.config = LaunchConfig()
+        self.config.block[:] = (threads, 1, 1)
+        self.config.shared = function.shared
+
+    def run(self, stream: Stream, dims: Mapping[str, int]) -> None:
+        grid = [sum(term.value(dims) for term in axis) for axis in self.launch.grid]
+        self.config.grid[:] = grid + [1] * (3 - len(grid))
+        self.config.stream = stream.handle
+        code = library().cuLaunchKernelEx(C.byref(self.config), self.function.handle, self.parameters, None)
+        if code:
+            raise EngineError(
+                f"the GPU refuses a launch: error {code}, grid {grid}, {self.config.shared} bytes of shared "
+                "memory"
+            )
+
+
+class _Product:
+    """One product by cuBLASLt with its addresses."""
+
+    def __init__(self, cublas: CublasLt, work: Matmul, rows: str, x: int, weight: int, out: int) -> None:
+        self._cublas, self._rows = cublas, rows
+        self._arguments = msgspec.structs.asdict(work) | {"x": x, "weight": weight, "out": out}
+
+    def run(self, stream: Stream, dims: Mapping[str, int]) -> None:
+        self._cublas.matmul(stream, tokens=dims[self._rows], **self._arguments)
+
+
+class _Work(Protocol):
+    """What an instruction puts into the stream."""
+
+    def run(self, stream: Stream, dims: Mapping[str, int]) -> None: ...
+
+
+class Launcher:
+    """Launches the instructions of ``plan`` with the kernels of ``code``.
+
+    ``address_of(operand, instruction)`` gives device addresses; ``workspace`` is the scratch's.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        code: Code,
+        root: Path,
+        address_of: Callable[[Operand], int],
+        workspace: int,
+    ) -> None:
+        self._plan = plan
+        self._functions = [Function((root / k.file).read_bytes(), k.name, k.shared) for k in code.kernels]
+        self._code = code
+        self._dims: dict[str, C.c_int32] = {}
+        self._keep: list[object] = []
+        self._address_of = address_of
+        self._workspace = workspace
+        works = (
+            w for by_tactic in code.launches for v in by_tactic.values() for w in (*v.any, *(v.decode or ()))
+        )
+        self._cublas = CublasLt() if any(isinstance(w, Matmul) for w in works) else None
+        self._bound: list[list[tuple[int, list[_Work], list[_Work]]]] = []
+        """Of each instruction: (largest rows, work of any step, work of decode steps)."""
+        for instruction, by_tactic in zip(plan.instructions, code.launches, strict=True):
+            self._bound.append(
+                [self._choice(instruction, c, by_tactic[c.tactic]) for c in instruction.tactics]
+            )
+        self._rows = [self._row_dim(i) for i in plan.instructions]
+
+    def _row_dim(self, instruction: Instruction) -> str:
+        """The dimension that an instruction's buckets are about: its result's first, or tokens."""
+        for index in instruction.outputs:
+            dim = self._plan.operands[index].shape[0]
+            if isinstance(dim, str):
+                return dim
+        return "T"
+
+    def _choice(
+        self, instruction: Instruction, choice: TacticChoice, variants: Variants
+    ) -> tuple[int, list[_Work], list[_Work]]:
+        always = [self._work(instruction, work) for work in variants.any]
+        if variants.decode is None:
+            return choice.max_tokens, always, always
+        return choice.max_tokens, always, [self._work(instruction, work) for work in variants.decode]
+
+    def _work(self, instruction: Instruction, work: Work) -> _Work:
+        if isinstance(work, Launch):
+            return self._bind(instruction, work)
+        assert self._cublas is not None
+        x, weight = (self._plan.operands[i] for i in instruction.inputs[:2])
+        out = self._plan.operands[instruction.outputs[0]]
+        addresses = [self._address_of(operand) for operand in (x, weight, out)]
+        return _Product(self._cublas, work, str(x.shape[0]), *addresses)
+
+    def _bind(self, instruction: Instruction, launch: Launch) -> _Bound:
+        kernel = self._code.kernels[launch.kernel]
+        pointers = []
+        for argument in launch.arguments:
+            value: object
+            match argument.kind:
+                case "input":
+                    operand = self._plan.operands[instruction.inputs[argument.index]]
+                    value = C.c_uint64(self._address_of(operand))
+                case "output":
+                    operand = self._plan.operands[instruction.outputs[argument.index]]
+                    value = C.c_uint64(self._address_of(operand))
+                case "workspace":
+                    value = C.c_uint64(self._workspace + argument.offset)
+                case "dim":
+                    value = self._dims.setdefault(argument.dim, C.c_int32())
+                case "int":
+                    value = C.c_int32(int(argument.value))
+                case "float":
+                    value = C.c_float(argument.value)
+            self._keep.append(value)
+            pointers.append(C.addressof(value))  # type: ignore[arg-type]
+        for _ in range(kernel.scratch):
+            null = C.c_uint64(0)
+            self._keep.append(null)
+            pointers.append(C.addressof(null))
+        return _Bound(self._functions[launch.kernel], kernel.threads, launch, pointers)
+
+    def run(
+        self, stream: Stream, dims: Mapping[str, int], after: Callable[[int], None] | None = None
+    ) -> None:
+        """Put a step of the sizes ``dims`` into ``stream``; ``after`` is called behind each instruction."""
+        for name, value in self._dims.items():
+            value.value = dims[name]
+        decodes = dims["T"] == dims["B"]
+        for index, choices in enumerate(self._bound):
+            rows = dims[self._rows[index]]
+            fitting = next(((always, decode) for largest, always, decode in choices if rows <= largest), None)
+            if fitting is None:
+                name = self._plan.instructions[index].name
+                raise EngineError(f"the plan has no kernel for {rows} rows of {name}")
+            for work in fitting[decodes]:
+                work.run(stream, dims)
+            if after is not None:
+                after(index)
+
+    def close(self) -> None:
+        for function in self._functions:
+            function.close()
+        if self._cublas is not None:
+            self._cublas.close()

@@ -1,0 +1,33 @@
+"""Which GPU an engine runs on, and how much of its memory the KV cache may have."""
+
+from __future__ import annotations
+
+from pelton.engine.artifact import Engine
+from pelton.engine.resources import human_bytes
+from pelton.errors import ConfigError
+from pelton.kernels.gpu.driver import Device
+
+#: Device memory that the driver takes for kernels, graphs and the context's own use, bytes.
+_OVERHEAD = 1 << 30
+
+
+def gpu_device(engine: Engine, index: int) -> Device | None:
+    """The GPU for ``engine``; None for a CPU engine. Raises ``EngineError`` where there is none."""
+    return Device(index) if engine.on_gpu else None
+
+
+def gpu_free(engine: Engine, device: Device, fraction: float) -> int:
+    """Bytes for the KV cache besides weights and work memory. Raises ``ConfigError``."""
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"gpu_memory_fraction must be above 0 and at most 1, not {fraction}")
+    memory = engine.config.memory
+    free = device.memory()[0]
+    needed = memory.weights + memory.arena + memory.workspace + _OVERHEAD
+    left = int(free * fraction) - needed
+    if left <= 0:
+        raise ConfigError(
+            f"{engine.config.model.name} needs {human_bytes(needed)} for weights and work; "
+            f"{human_bytes(free)} of {human_bytes(device.total_memory)} are free on {device.name}, of which "
+            f"{fraction:.0%} may be used"
+        )
+    return left

@@ -1,0 +1,5 @@
+"""add on NVIDIA GPUs."""
+
+from pelton.kernels.activation.cuda import pointwise_tactic
+
+TACTICS = [pointwise_tactic("add", "add")]

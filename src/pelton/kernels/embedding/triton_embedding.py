@@ -1,0 +1,14 @@
+"""Gathers of rows in Triton: embedding and take_rows are the same movement."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gather(index, table, out, D: tl.constexpr, TABLE_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < D
+    source = tl.load(index + row).to(tl.int64)
+    values = tl.load(table + source * TABLE_ROW + cols, mask=mask)
+    tl.store(out + row * D + cols, values.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,1 @@
+"""NVIDIA's libraries through ctypes: the driver API and cuBLASLt. No torch, no Triton."""

@@ -1,0 +1,34 @@
+"""kv_write in Triton: one program a token and KV head."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kv_write(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slots,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    d = tl.arange(0, BLOCK)
+    mask = d < D
+    at = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * D + d
+    key = tl.load(k + row * K_ROW + head * K_HEAD + d, mask=mask)
+    value = tl.load(v + row * V_ROW + head * V_HEAD + d, mask=mask)
+    tl.store(k_cache + at, key.to(k_cache.dtype.element_ty), mask=mask)
+    tl.store(v_cache + at, value.to(v_cache.dtype.element_ty), mask=mask)

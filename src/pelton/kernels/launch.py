@@ -1,0 +1,203 @@
+"""What a CUDA tactic launches: kernels by source, grids and arguments over a step's dimensions.
+
+A tactic describes its launches when the engine is built (``Tactic.launches``); the builder compiles the
+kernels to cubins, and the engine keeps both. At run time a launch is numbers and addresses: no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+Dim = int | str
+
+#: The workspace begins with this many int32 zeros, for kernels whose programs count each other.
+COUNTERS = 1 << 14
+COUNTER_BYTES = 4 * COUNTERS
+
+
+class Term(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``ceil(dim / div) * times`` of a dynamic dimension; without ``dim``: ``times``."""
+
+    dim: str = ""
+    div: int = 1
+    times: int = 1
+
+    def value(self, dims: Mapping[str, int]) -> int:
+        """At the sizes ``dims`` of a step."""
+        return (-(-dims[self.dim] // self.div) if self.dim else 1) * self.times
+
+
+class Argument(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One kernel parameter: an address or a number.
+
+    - ``input``, ``output``: address of the call's operand ``index``;
+    - ``workspace``: address ``offset`` bytes into the shared scratch;
+    - ``dim``: a step's size, int32; ``int`` (int32), ``float`` (float32): ``value``.
+    """
+
+    kind: Literal["input", "output", "workspace", "dim", "int", "float"]
+    index: int = 0
+    offset: int = 0
+    dim: str = ""
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A Triton kernel and everything that its machine code depends on."""
+
+    module: str
+    """Imported only when the kernel is compiled."""
+    function: str
+    types: tuple[tuple[str, str], ...]
+    """(parameter, Triton type such as ``*bf16`` or ``i32``) in the kernel's order, constants left out."""
+    constants: tuple[tuple[str, int | float | bool | str | None], ...]
+    aligned: frozenset[str] = frozenset()
+    """Pointers known to be multiples of 16 bytes."""
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """A kernel, its grid (up to three sums of terms) and its arguments, in the kernel's order."""
+
+    kernel: KernelSource
+    grid: tuple[tuple[Term, ...], ...]
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulSpec:
+    """A product left to cuBLASLt: output 0 = input 0 @ input 1 transposed, ``n`` columns, ``k`` inner.
+
+    ``x_row``: elements from one row of input 0 to the next; ``dtype`` of all three but the result, which is
+    ``out_dtype``.
+    """
+
+    n: int
+    k: int
+    x_row: int
+    dtype: str
+    out_dtype: str
+
+
+Work = LaunchSpec | MatmulSpec
+"""What a call puts into the stream, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandSpec:
+    """An operand as a launch sees it."""
+
+    dtype: str
+    shape: tuple[Dim, ...]
+    strides: tuple[int, ...]
+    aligned: bool = True
+    """Whether its address is a multiple of 16 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSpec:
+    """One call of an op with its operands in memory."""
+
+    inputs: tuple[OperandSpec | None, ...]
+    outputs: tuple[OperandSpec, ...]
+    attrs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+    def input(self, index: int) -> OperandSpec:
+        """An operand that must be there."""
+        operand = self.inputs[index]
+        assert operand is not None, f"input {index} is absent"
+        return operand
+
+
+TRITON_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32", "uint8": "u8"}
+
+
+class Builder:
+    """Collects a kernel's parameters in order, so that types and arguments cannot drift apart."""
+
+    def __init__(self, call: CallSpec, module: str, function: str) -> None:
+        self._call, self._module, self._function = call, module, function
+        self._types: list[tuple[str, str]] = []
+        self._arguments: list[Argument] = []
+        self._constants: list[tuple[str, int | float | bool | str | None]] = []
+        self._aligned: set[str] = set()
+
+    def input(self, name: str, index: int) -> Builder:
+        """The address of input ``index``; where it is absent, the constant None."""
+        operand = self._call.inputs[index]
+        if operand is None:
+            self._constants.append((name, None))
+            return self
+        return self._pointer(name, operand, Argument("input", index=index))
+
+    def output(self, name: str, index: int = 0) -> Builder:
+        return self._pointer(name, self._call.outputs[index], Argument("output", index=index))
+
+    def workspace(self, name: str, offset: int = 0, dtype: str = "float32") -> Builder:
+        """``offset``: bytes, a multiple of 16; the reserved counters are not in the way."""
+        self._aligned.add(name)
+        self._types.append((name, "*" + TRITON_TYPES[dtype]))
+        self._arguments.append(Argument("workspace", offset=COUNTER_BYTES + offset))
+        return self
+
+    def counters(self, name: str) -> Builder:
+        """``COUNTERS`` int32 zeros, which the kernel must leave as zeros."""
+        self._aligned.add(name)
+        self._types.append((name, "*i32"))
+        self._arguments.append(Argument("workspace"))
+        return self
+
+    def dim(self, name: str, dim: Dim) -> Builder:
+        """A size: a constant where it is known, else an int32."""
+        if isinstance(dim, int):
+            return self.constants(**{name: dim})
+        self._types.append((name, "i32"))
+        self._arguments.append(Argument("dim", dim=dim))
+        return self
+
+    def number(self, name: str, value: float) -> Builder:
+        """A float32 argument (not a constant: layers that differ in it share the kernel)."""
+        self._types.append((name, "fp32"))
+        self._arguments.append(Argument("float", value=value))
+        return self
+
+    def constants(self, **values: int | float | bool | str | None) -> Builder:
+        self._constants += values.items()
+        return self
+
+    def launch(self, *grid: tuple[Term, ...], num_warps: int = 4, num_stages: int = 2) -> LaunchSpec:
+        source = KernelSource(
+            module=self._module,
+            function=self._function,
+            types=tuple(self._types),
+            constants=tuple(self._constants),
+            aligned=frozenset(self._aligned),
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        return LaunchSpec(source, grid, tuple(self._arguments))
+
+    def _pointer(self, name: str, operand: OperandSpec, argument: Argument) -> Builder:
+        if operand.aligned:
+            self._aligned.add(name)
+        self._types.append((name, "*" + TRITON_TYPES[operand.dtype]))
+        self._arguments.append(argument)
+        return self
+
+
+def rows(operand: OperandSpec, div: int = 1, times: int = 1) -> Term:
+    """A grid term over the operand's first dimension: ``times`` programs for each ``div`` rows."""
+    dim = operand.shape[0]
+    return Term(dim, div, times) if isinstance(dim, str) else Term(times=-(-dim // div) * times)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,164 @@
+"""Paged attention in Triton, for prefill, decode and any mixture of both (flash attention: Dao et al., 2022).
+
+A program handles one KV head and a tile of queries of one sequence: ``BLOCK_Q`` tokens times the query
+heads that share the KV head are the rows of its scores. Tiles are numbered over all sequences without a
+table: sequence b starts at tile ``cu_seqlens[b] // BLOCK_Q + b``, which leaves at most one tile unused each.
+With ``SPLITS`` > 1 the keys of a tile are shared out, and ``combine`` joins the parts.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _sequence_of_tile(tile, cu_seqlens, sequences, BLOCK_Q: tl.constexpr):
+    """The last sequence that starts at or before ``tile``."""
+    low = 0
+    high = sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens + middle) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def attention(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    cu_seqlens,
+    seq_lens,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    sequences,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    Q_ROW: tl.constexpr,
+    Q_HEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    b = _sequence_of_tile(tile, cu_seqlens, sequences, BLOCK_Q)
+    start = tl.load(cu_seqlens + b)
+    n_queries = tl.load(cu_seqlens + b + 1) - start
+    first_query = (tile - (start // BLOCK_Q + b)) * BLOCK_Q
+    if first_query >= n_queries:
+        return
+    n_keys = tl.load(seq_lens + b)
+    context = n_keys - n_queries
+    row = tl.arange(0, BLOCK_M)
+    query = first_query + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    valid = (query < n_queries) & (row < BLOCK_Q * GROUP)
+    position = context + query
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < D
+    token = (start + query).to(tl.int64)
+    q_tile = tl.load(
+        q + token[:, None] * Q_ROW + head[:, None] * Q_HEAD + d[None, :],
+        mask=valid[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    # Keys that some query of the tile sees, then this program's share of them, in whole key tiles.
+    last_key = tl.minimum(context + first_query + BLOCK_Q, n_keys)
+    first_tile = 0
+    if WINDOW > 0:
+        first_tile = tl.maximum(context + first_query - WINDOW + 1, 0) // BLOCK_N
+    n_tiles = tl.cdiv(last_key, BLOCK_N) - first_tile
+    share = tl.cdiv(n_tiles, SPLITS)
+    first_tile += split * share
+    end = tl.minimum((first_tile + share) * BLOCK_N, last_key)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    column = tl.arange(0, BLOCK_N)
+    table = block_table + b.to(tl.int64) * COLUMNS
+    kv_heads: tl.constexpr = HEADS // GROUP
+    for key0 in tl.range(first_tile * BLOCK_N, end, BLOCK_N, num_stages=STAGES):
+        key = key0 + column
+        exists = key < last_key
+        if PAGE % BLOCK_N == 0:
+            # The tile lies in one block: its address is a number, and its keys are contiguous.
+            block = tl.load(table + key0 // PAGE).to(tl.int64)
+            at = ((block * kv_heads + kv_head) * PAGE + key0 % PAGE + column) * D
+        else:
+            block = tl.load(table + key // PAGE, mask=exists, other=0).to(tl.int64)
+            at = ((block * kv_heads + kv_head) * PAGE + key % PAGE) * D
+        k = tl.load(k_cache + at[None, :] + d[:, None], mask=exists[None, :] & in_head[:, None], other=0.0)
+        s = tl.dot(q_tile, k.to(q_tile.dtype), input_precision="ieee") * scale
+        if SOFTCAP:
+            # softcap * tanh(s / softcap), tanh(u) = 1 - 2 / (exp(2 u) + 1)
+            s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
+        seen = exists[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        s = tl.where(seen, s * LOG2_E, float("-inf"))
+        new_best = tl.maximum(best, tl.max(s, 1))
+        # A row that has seen no key yet has -inf, and -inf - -inf is NaN.
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+        p = tl.exp2(s - shift[:, None])
+        alpha = tl.exp2(best - shift)
+        total = total * alpha + tl.sum(p, 1)
+        v = tl.load(v_cache + at[:, None] + d[None, :], mask=exists[:, None] & in_head[None, :], other=0.0)
+        acc = acc * alpha[:, None] + tl.dot(p.to(q_tile.dtype), v.to(q_tile.dtype), input_precision="ieee")
+        best = new_best
+    if SPLITS == 1:
+        y = acc / total[:, None]
+        tl.store(
+            out + (token[:, None] * HEADS + head[:, None]) * D + d[None, :],
+            y.to(out.dtype.element_ty),
+            mask=valid[:, None] & in_head[None, :],
+        )
+    else:
+        part = (token * HEADS + head) * SPLITS + split
+        tl.store(partial_max + part, best, mask=valid)
+        tl.store(partial_sum + part, total, mask=valid)
+        tl.store(partial + part[:, None] * D + d[None, :], acc, mask=valid[:, None] & in_head[None, :])
+
+
+@triton.jit
+def combine(
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One program a token and head: the parts of its keys, weighted by their share of the softmax."""
+    head = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < D
+    m = tl.load(partial_max + head * SPLITS + split)
+    weight = tl.exp2(m - tl.max(m, 0))
+    total = tl.sum(weight * tl.load(partial_sum + head * SPLITS + split), 0)
+    parts = tl.load(
+        partial + (head * SPLITS + split)[:, None] * D + d[None, :], mask=in_head[None, :], other=0.0
+    )
+    y = tl.sum(parts * weight[:, None], 0) / total
+    tl.store(out + head * D + d, y.to(out.dtype.element_ty), mask=in_head)

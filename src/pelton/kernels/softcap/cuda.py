@@ -1,0 +1,5 @@
+"""softcap on NVIDIA GPUs."""
+
+from pelton.kernels.activation.cuda import pointwise_tactic
+
+TACTICS = [pointwise_tactic("softcap", "softcap", "cap")]

@@ -1,0 +1,1 @@
+"""Tactics of ``to_float32``."""
