@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from pelton.engine.artifact import (
+    CPU,
     FORMAT_VERSION,
     NATIVE_ABI,
-    TARGET,
     Engine,
     FileEntry,
     Manifest,
@@ -112,7 +112,7 @@ def write_fake_engine(folder: Path, *, chat_template: bool = True) -> Path:
         format_version=FORMAT_VERSION,
         pelton_version="0",
         native_abi=NATIVE_ABI,
-        target=TARGET,
+        target=CPU,
         files=tuple(
             FileEntry(path=p.relative_to(folder).as_posix(), nbytes=p.stat().st_size, sha256=file_sha256(p))
             for p in files
