@@ -84,6 +84,7 @@ def fake_config(
             profiles=(),
             opt_num_tokens=1,
             timing=False,
+            target="cpu",
             cpu_level="any",
         ),
         memory=MemoryPlan(weights=0, arena=0, workspace=0, kv_bytes_per_token=0),
