@@ -44,7 +44,7 @@ void measure_f32(const pelton_call* c, pelton_team*, int thread) {
 // Blocks of 8 x 4 columns, as the linear kernels have them; operands differ, or products would be shared.
 void measure_int8(const pelton_call* c, pelton_team*, int thread) {
   const int64_t rounds = (int64_t)pelton_attr(c, 0, 1);
-  const int32_t none[1] = {0};
+  const uint8_t none[4] = {0};
   uint8_t ones[kChains][64];
   memset(ones, 1, sizeof ones);
   I total = load(ones);
@@ -53,11 +53,11 @@ void measure_int8(const pelton_call* c, pelton_team*, int thread) {
 #pragma GCC unroll 10
     for (int k = 0; k < kChains; k++) {
       const I x = load(ones[k]);
-      Dot<4> dot;
-      dot.start(none);
+      Dot<Q4_1> dot;
+      dot.start(none, 0);
 #pragma GCC unroll 8
       for (int n = 0; n < 8; n++) dot.add(n, load(ones[n]), x);
-      total = add(total, dot.sum());
+      total = add(total, dot.sum(none, 0));
     }
   }
   finish(c, thread, 2.0 * 8 * 4 * kLanes * kChains * rounds, first_lane(to_float(total)));
