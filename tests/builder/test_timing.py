@@ -232,3 +232,11 @@ def test_a_cpu_below_the_engines_level_is_refused_with_a_sentence(
     monkeypatch.setattr(native, "cpu_level", lambda: "avx2")
     with pytest.raises(EngineError, match=f"built for CPUs of level {level}, and this one is avx2; rebuild"):
         open_engine(tmp_path / "e")
+
+
+def test_checks_run_in_small_steps_however_large_the_bucket() -> None:
+    model = compiled(timing=False, max_num_tokens=2048)
+    largest = [decisions[-1].signature for decisions in model.selected.choice.decisions]
+    assert {s.step.tokens for s in largest if s.step is not None} == {2048}
+    smalls = [s.small for s in largest if s.step is not None]
+    assert all(s is not None and s.step is not None and s.step.tokens == 96 for s in smalls)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pelton.builder.calls import Attr, Call, Value
@@ -19,6 +19,8 @@ from pelton.kernels.tactic import NodeSpec
 
 #: Tokens that a sequence has in its KV cache when attention is timed (fewer where ``max_seq_len`` is).
 CONTEXT = 512
+#: Tokens of the largest step in which tactics are checked.
+CHECK_TOKENS = 96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,8 @@ class Signature:
     cold."""
     tokens: int
     """T of the step: sizes workspaces."""
+    small: Signature | None = field(default=None, compare=False)
+    """The call in a step of ``CHECK_TOKENS`` tokens, where this one has more: references are slow."""
 
     @cached_property
     def key(self) -> str:
@@ -129,6 +133,13 @@ def signature_of(
     reuse_bytes: int,
 ) -> Signature:
     """``call`` at the sizes of ``bucket``. ``context``: see ``StepSignature``."""
+    small = None
+    if bucket.dims["T"] > CHECK_TOKENS:
+        dims = {dim: min(size, CHECK_TOKENS) for dim, size in bucket.dims.items()}
+        less = Bucket(max_tokens=CHECK_TOKENS, dims=dims)
+        small = signature_of(
+            call, spec, less, context=min(context, CHECK_TOKENS), threads=threads, reuse_bytes=reuse_bytes
+        )
     step = StepSignature(tokens=bucket.dims["T"], sequences=bucket.dims["B"], context=context)
     sizes: dict[str, int] = {**bucket.dims, "B+1": bucket.dims["B"] + 1}
     caches = [v for v in call.inputs if v is not None and _kind(v) == "cache"]
@@ -161,6 +172,7 @@ def signature_of(
         tokens=bucket.dims["T"]
         if depends
         else max((o.shape[0] for o in inputs if o and o.kind == "value"), default=1),
+        small=small,
     )
 
 

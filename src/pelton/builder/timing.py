@@ -12,6 +12,7 @@ a call slower.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +40,8 @@ CALM, TRIES = 1.2, 4
 ROUND_SECONDS = 0.006
 #: Calls of a round where there are few copies.
 CALLS = 32
+#: Seconds after which a call is not run again.
+CALL_SECONDS = 2.0
 #: A candidate this many times slower than the fastest in a first try is not tried again.
 HOPELESS = 4.0
 #: Weight rows that a check computes.
@@ -65,11 +68,11 @@ class NativeTimer:
         self._limit = min(max(2 * last_level_cache(), MIN_WORKING_SET), MAX_WORKING_SET)
 
     def check(self, signature: Signature, tactic: Tactic) -> str | None:
-        """On generated operands of the call's own shapes, but fewer weight rows."""
+        """On generated operands of the call's own shapes, but at most so many tokens and weight rows."""
         rows = CHECK_ROWS + signature.weight_rows % 16
         level = native.kernel_levels()[tactic.name][-1]
         op = get_op(signature.op)
-        sample = sample_of(op, signature.with_weight_rows(rows))
+        sample = sample_of(op, (signature.small or signature).with_weight_rows(rows))
         with native.Team(self._threads) as team, torch.no_grad():
             try:
                 check(Case(op, sample, tactic, level), team)
@@ -82,30 +85,43 @@ class NativeTimer:
         part, scale = _part(signature)
         layouts = {tuple(sorted(t.weight_layouts.items())) for t in tactics}
         bench = Bench(part, self._threads, min(part.reuse_bytes, self._limit) // len(layouts))
-        samples: dict[str, list[float]] = {}
         try:
-            for tactic in tactics:
-                bench.seconds(tactic, 1)  # touches everything once
-                samples[tactic.name] = bench.seconds(tactic, 1)
-            fastest = min(s[0] for s in samples.values())
-            alive = [t for t in tactics if samples[t.name][0] <= HOPELESS * fastest]
-            calls = max(1, round(ROUND_SECONDS / max(fastest, 1e-9)))
-            copies = min(calls, bench.copies)
-            runs = max(1, min(calls, CALLS) // copies)
-            for tactic in alive:
-                bench.seconds(tactic, copies)
-                samples[tactic.name] = []
-            for _ in range(TRIES):
-                for _ in range(ROUNDS):
-                    for tactic in alive:
-                        for _ in range(runs):
-                            samples[tactic.name] += bench.seconds(tactic, copies)
-                if all(_calm(samples[t.name]) for t in alive):
-                    break
+            first = {t.name: _first_try(bench, t) for t in tactics}
+            fastest = min(first.values())
+            alive = [t for t in tactics if first[t.name] <= HOPELESS * fastest]
+            samples = {name: [seconds] for name, seconds in first.items()} | self._rounds(
+                bench, alive, fastest
+            )
         finally:
             bench.close()
         # Rounded before anything is decided, so that a time read from a file decides the same.
         return {name: round(_quartile(s) * scale * 1e6, 2) for name, s in samples.items()}
+
+    def _rounds(self, bench: Bench, tactics: Sequence[Tactic], fastest: float) -> dict[str, list[float]]:
+        """Seconds of many calls, by tactic."""
+        calls = max(1, round(ROUND_SECONDS / max(fastest, 1e-9)))
+        copies = min(calls, bench.copies)
+        runs = max(1, min(calls, CALLS) // copies)
+        samples = {t.name: bench.seconds(t, copies) for t in tactics}
+        deadline = time.perf_counter() + CALL_SECONDS
+        for _ in range(TRIES):
+            for _ in range(ROUNDS):
+                if time.perf_counter() > deadline:
+                    return samples
+                for tactic in tactics:
+                    for _ in range(runs):
+                        samples[tactic.name] += bench.seconds(tactic, copies)
+            if all(_calm(s) for s in samples.values()):
+                break
+        return samples
+
+
+def _first_try(bench: Bench, tactic: Tactic) -> float:
+    """Shortest of a few calls (the very first one touches everything), or of one where that is long."""
+    seconds = bench.seconds(tactic, 1)
+    while len(seconds) < 4 and sum(seconds) < ROUND_SECONDS:
+        seconds += bench.seconds(tactic, 1)
+    return min(seconds)
 
 
 def _quartile(samples: Sequence[float]) -> float:
