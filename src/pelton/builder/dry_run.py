@@ -71,4 +71,5 @@ def _expected_seconds(compiled: Compiled, check: bool) -> float:
         spec.meta.nbytes / _PACKED["blocks" if spec.blocks else "dense"] for spec in compiled.weights
     )
     steps = (1 if compiled.config.fast_build else 2) if check else 0
-    return packed + steps * sum(math.prod(p.shape) for p in compiled.model.parameters()) / _CHECKED
+    parameters: int = sum(math.prod(p.shape) for p in compiled.model.parameters())
+    return packed + steps * parameters / _CHECKED
