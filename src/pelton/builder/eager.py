@@ -25,7 +25,7 @@ from pelton.ir.tensors import HostTensor
 from pelton.nn import functional as F
 
 #: Weights multiplied at a time.
-_PIECE = 1 << 23
+_PIECE = 1 << 21
 
 
 class EagerReference:

@@ -132,8 +132,8 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         if machine:
             size = human_bytes(machine.engine_bytes)
         if machine and machine.expected_seconds:
-            took = f"{machine.expected_seconds:.0f}" if machine.expected_seconds > 10 else "10 or less"
-            lines.append(f"  {machine.engine}  would be {size}, in about {took} s; nothing was written")
+            about = max(10, round(machine.expected_seconds, -1))
+            lines.append(f"  {machine.engine}  would be {size}, in about {about:.0f} s; nothing was written")
         elif machine:
             lines.append(f"  {machine.engine}  {size} in {sum(machine.seconds.values()):.1f} s")
         return "\n".join(lines)
