@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +115,15 @@ def available() -> bool:
 
 
 def cpu_level() -> str:
-    """Name of the highest ISA level in use: generic, avx2, avxvnni, avx512 or avx512bf16."""
+    """Name of the highest ISA level in use: generic, avx2, avxvnni, avx512 avx512bf16 or amx."""
     return str(load_library().pelton_cpu_level().decode())
+
+
+@functools.cache
+def level_names() -> tuple[str, ...]:
+    """Every ISA level the library knows, in order of preference."""
+    lib = load_library()
+    return tuple(name.decode() for name in iter(map(lib.pelton_level_name, itertools.count()).__next__, None))
 
 
 @functools.cache
@@ -230,8 +238,7 @@ class Team:
         lib = load_library()
         fn = lib.pelton_find_kernel(kernel.encode())
         if level is not None:
-            levels = [lib.pelton_level_name(i).decode() for i in range(5)]
-            fn = lib.pelton_find_kernel_at(kernel.encode(), levels.index(level))
+            fn = lib.pelton_find_kernel_at(kernel.encode(), level_names().index(level))
         tensors = [None if x is None else _tensor(x) for x in (*inputs, *outputs)]
         pointers = (ctypes.POINTER(_Tensor) * len(tensors))(
             *(ctypes.POINTER(_Tensor)() if t is None else ctypes.pointer(t) for t in tensors)

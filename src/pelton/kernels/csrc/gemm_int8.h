@@ -92,6 +92,11 @@ void run_tokens(const Source& w, Act x, int64_t first, int64_t n, int64_t blocks
   }
 }
 
+#ifdef PELTON_GEMM_AMX
+template <class Q>  // gemm_amx.h
+void amx_tokens(const Unpacked<Q>& w, Act& x, int64_t first, int64_t n, int64_t blocks, Target& to);
+#endif
+
 // The product of weights of type Q with int8 activations, a panel at a time.
 template <class Q>
 struct Int8 {
@@ -123,7 +128,12 @@ struct Int8 {
     for (int64_t first = 0; first < blocks; first += stretch.kMaxBlocks) {
       const int64_t left = blocks - first, n = left < stretch.kMaxBlocks ? left : stretch.kMaxBlocks;
       stretch.fill(packed, first, n);
-      run_tokens(stretch, x, first, n, blocks, to);
+      Act rest = x;
+      Target out = to;
+#ifdef PELTON_GEMM_AMX
+      amx_tokens(stretch, rest, first, n, blocks, out);
+#endif
+      run_tokens(stretch, rest, first, n, blocks, out);
     }
   }
 };

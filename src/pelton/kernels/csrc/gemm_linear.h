@@ -11,9 +11,9 @@
 namespace {
 
 constexpr int64_t kTokensAtOnce = 256;
-// A thread's scratch: its own copy of a small input, then gate and up of one panel.
-constexpr int64_t kOwnBytes = 8192;
-static_assert(kOwnBytes + 2 * kTokensAtOnce * kPanelRows * 4 <= PELTON_SCRATCH_BYTES, "scratch is too small");
+// A thread's scratch: its own copy of a small input, then gate and up of a few panels.
+constexpr int64_t kOwnBytes = 8192, kGatedFloats = kTokensAtOnce * kPanelRows;
+static_assert(kOwnBytes + 2 * kGatedFloats * 4 <= PELTON_SCRATCH_BYTES, "scratch is too small");
 
 // f(panel, first token, number of tokens) for what this thread claims of `panels` times `tokens`.
 template <class Fn>
@@ -42,10 +42,17 @@ void linear(const pelton_call* call, pelton_team* team, int thread) {
 }
 
 template <uint32_t KIND>
-inline void gate_rows(const float* gate, const float* up, int64_t n, float* y, int64_t y_stride) {
-  for (int64_t t = 0; t < n; t++)
-    for (int i = 0; i < kPanelRows; i += LANES)
-      store(y + t * y_stride + i, activate<KIND>(load(gate + t * kPanelRows + i)) * load(up + t * kPanelRows + i));
+inline void gate_rows(const float* gate, const float* up, int64_t width, int64_t n, float* y, int64_t y_stride) {
+  for (int64_t t = 0; t < n; t++, gate += width, up += width, y += y_stride)
+    for (int64_t i = 0; i < width; i += LANES) store(y + i, activate<KIND>(load(gate + i)) * load(up + i));
+}
+
+// Panels of gate, and of up, in one go: several for few tokens, so that weights come in long streams.
+inline int64_t gated_panels(int64_t panels, int64_t tokens, int threads) {
+  int64_t group = panels / (8 * threads);
+  if (group > 8) group = 8;
+  if (group * tokens > kTokensAtOnce) group = kTokensAtOnce / tokens;
+  return group > 1 ? group : 1;
 }
 
 // in: x, weight (2 I rows, the gate's first; the tactic admits multiples of 16 for I), [bias]. attrs: kind.
@@ -53,24 +60,29 @@ template <class M>
 void linear_gated(const pelton_call* call, pelton_team* team, int thread) {
   const pelton_tensor *w = call->in[1], *bias = pelton_in(call, 2), *y = call->out[0];
   const int64_t k = w->shape[1], bytes = M::panel_bytes(k), panels = y->shape[1] / kPanelRows;
+  const int64_t group = gated_panels(panels, y->shape[0], pelton_team_size(team));
   const uint8_t* weights = (const uint8_t*)w->data;
   uint8_t* own = (uint8_t*)pelton_scratch(team, thread);
-  float *gate = (float*)(own + kOwnBytes), *up = gate + kTokensAtOnce * kPanelRows;
+  float *gate = (float*)(own + kOwnBytes), *up = gate + kGatedFloats;
   const typename M::Input x = M::input(call, team, thread, own);
-  each_piece(team, panels, y->shape[0], [&](int64_t p, int64_t t, int64_t n) {
+  each_piece(team, (panels + group - 1) / group, y->shape[0], [&](int64_t piece, int64_t t, int64_t n) {
     const typename M::Input part = M::tokens(x, t, n);
-    const auto half = [&](int64_t panel, float* out) {
-      const float* b = bias ? (const float*)bias->data + panel * kPanelRows : NULL;
-      M::multiply(weights + panel * bytes, k, part, Target{out, kPanelRows, b, kPanelRows});
+    const int64_t lo = piece * group, count = panels - lo < group ? panels - lo : group, width = count * kPanelRows;
+    const auto half = [&](int64_t first, float* out) {
+      for (int64_t i = 0; i < count; i++) {
+        const float* b = bias ? (const float*)bias->data + (first + i) * kPanelRows : NULL;
+        M::multiply(weights + (first + i) * bytes, k, part, Target{out + i * kPanelRows, width, b, kPanelRows});
+      }
     };
-    half(p, gate);
-    half(panels + p, up);
-    float* to = pelton_row_f32(y, t) + p * kPanelRows;
+    half(lo, gate);
+    half(panels + lo, up);
+    float* to = pelton_row_f32(y, t) + lo * kPanelRows;
+    const int64_t s = y->stride[0];
     switch (pelton_string_attr(call, 0)) {
-      case PELTON_STRING("silu"): return gate_rows<PELTON_STRING("silu")>(gate, up, n, to, y->stride[0]);
-      case PELTON_STRING("gelu"): return gate_rows<PELTON_STRING("gelu")>(gate, up, n, to, y->stride[0]);
-      case PELTON_STRING("gelu_tanh"): return gate_rows<PELTON_STRING("gelu_tanh")>(gate, up, n, to, y->stride[0]);
-      default: return gate_rows<PELTON_STRING("relu")>(gate, up, n, to, y->stride[0]);
+      case PELTON_STRING("silu"): return gate_rows<PELTON_STRING("silu")>(gate, up, width, n, to, s);
+      case PELTON_STRING("gelu"): return gate_rows<PELTON_STRING("gelu")>(gate, up, width, n, to, s);
+      case PELTON_STRING("gelu_tanh"): return gate_rows<PELTON_STRING("gelu_tanh")>(gate, up, width, n, to, s);
+      default: return gate_rows<PELTON_STRING("relu")>(gate, up, width, n, to, s);
     }
   });
 }

@@ -61,10 +61,23 @@ void rope(const pelton_call* c, pelton_team* team, int thread) {
                pelton_row_f32(y, t) + h * y->stride[1], cos_sin->shape[1], x->shape[2]);
 }
 
+inline int64_t slot_offset(const pelton_tensor* cache, int64_t slot, int64_t head) {
+  const int64_t size = cache->shape[2];
+  return slot / size * cache->stride[0] + head * cache->stride[1] + slot % size * cache->stride[2];
+}
+
+// Asks for a slot's lines, to be written soon: the stores of one token would wait for one line after the other.
+inline void fetch_slot(const pelton_tensor* cache, int64_t slot) {
+  const int64_t item = cache->dtype == PELTON_F32 ? 4 : 2;
+  for (int64_t h = 0; h < cache->shape[1]; h++) {
+    const char* at = (const char*)cache->data + slot_offset(cache, slot, h) * item;
+    for (int64_t i = 0; i < cache->shape[3] * item; i += 64) __builtin_prefetch(at + i, 1);
+  }
+}
+
 // Stores one head's vector in the cache (blocks, heads, block_size, D) at `slot`.
 inline void store_slot(const pelton_tensor* cache, int64_t slot, int64_t head, const float* x) {
-  const int64_t size = cache->shape[2], dim = cache->shape[3];
-  const int64_t at = slot / size * cache->stride[0] + head * cache->stride[1] + slot % size * cache->stride[2];
+  const int64_t dim = cache->shape[3], at = slot_offset(cache, slot, head);
   if (cache->dtype == PELTON_F32) {
     memcpy((float*)cache->data + at, x, dim * sizeof(float));
     return;
@@ -107,6 +120,11 @@ void rope_kv_write(const pelton_call* c, pelton_team* team, int thread) {
   for (PELTON_EACH_CHUNK(team, q->shape[0], kTokensPerClaim, lo, hi)) {
     for (int64_t t = lo; t < hi; t++) {
       const float* rotation = pelton_row_f32(cos_sin, t);
+      const int64_t slot = *pelton_row_i32(c->in[6], t);
+      if (slot >= 0) {
+        fetch_slot(k_cache, slot);
+        fetch_slot(v_cache, slot);
+      }
       for (int64_t h = 0; h < q->shape[1]; h++) {
         const float* x = pelton_row_f32(q, t) + h * q->stride[1];
         float* o = pelton_row_f32(y, t) + h * y->stride[1];
@@ -116,7 +134,6 @@ void rope_kv_write(const pelton_call* c, pelton_team* team, int thread) {
         }
         rotate(x, rotation, o, rotary, dim);
       }
-      const int64_t slot = *pelton_row_i32(c->in[6], t);
       if (slot < 0) continue;
       for (int64_t h = 0; h < k->shape[1]; h++) {
         const float* x = pelton_row_f32(k, t) + h * k->stride[1];
