@@ -42,7 +42,7 @@ def test_a_good_engine_is_its_reference(pelton: Run, text_engine: Path) -> None:
     assert (code, found["first"], found["without_counterpart"]) == (0, None, [])
     plan = open_engine(text_engine).plan
     made = sum(len(i.outputs) for i in plan.instructions)
-    assert found["compared"] == 3 * (made + 2 * 3), "prefill and two steps; the caches too"
+    assert found["compared"] == 3 * (made + 2 * 4), "prefill and two steps; the caches too"
     assert 0 < max(t["own"] for t in found["tensors"]) < 1e-5
     assert len(found["tokens"]) == len("Hello there") + 2
 
@@ -115,15 +115,15 @@ def test_engines_with_other_fusions_are_compared_by_name(
     code, found = debug(pelton, text_engine, "--against", plain)
     assert (code, found["first"]) == (0, None)
     assert f"{DOWN}.linear" in {t["tensor"] for t in found["tensors"]}
-    assert len(found["without_counterpart"]) == 3
-    assert found["only_in_other"] == 9
+    assert len(found["without_counterpart"]) == 4
+    assert found["only_in_other"] == 12
 
 
 def test_engines_of_different_models_are_refused(pelton: Run, text_engine: Path, tmp_path: Path) -> None:
     other = build_text_engine(tmp_path / "other.engine", text_checkpoint(num_hidden_layers=1))
     result = pelton("debug", text_engine, "--against", other)
     assert result.code == 2
-    assert "text.engine and other.engine are of different models: num_layers 3 and 1" in result.err
+    assert "text.engine and other.engine are of different models: num_layers 4 and 1" in result.err
 
 
 def test_any_tensor_can_be_shown_and_saved(pelton: Run, text_engine: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_names_know_their_layer(name: str, layer: int | None, alike: str) -> Non
 def test_every_layer_has_its_instructions(text_engine: Path) -> None:
     plan = open_engine(text_engine).plan
     layers = instruction_layers(plan)
-    assert {x for x in layers if x is not None} == {0, 1, 2}
+    assert {x for x in layers if x is not None} == {0, 1, 2, 3}
     inside = [x for x in layers if x is not None]
     assert inside == sorted(inside)
 
@@ -138,7 +138,7 @@ def test_the_profile_adds_up(pelton: Run, text_engine: Path) -> None:
             assert sum(row["share"] for row in phase[part]) == pytest.approx(1)
             for key in ("ms", "weight_bytes", "operations", "kv_bytes"):
                 assert sum(row[key] for row in phase[part]) == pytest.approx(phase["total"][key])
-        assert [row["layer"] for row in phase["layers"]] == [None, 0, 1, 2]
+        assert [row["layer"] for row in phase["layers"]] == [None, 0, 1, 2, 3]
     text = pelton("profile", text_engine, "--prompt-len", 8, "--steps", 2).out
     assert "The machine reads " in text
     assert "decode, 1 sequences, median of 2 steps" in text

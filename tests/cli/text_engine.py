@@ -15,9 +15,9 @@ from pelton.engine.artifact import Manifest
 from pelton.engine.config import BuildConfig
 from pelton.engine.plan import Plan
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
-from tests.serving.fake_engine import VOCAB_SIZE, _write_tokenizer
+from tests.serving.fake_engine import VOCAB_SIZE, write_tokenizer
 
-MODEL = {**TINY_LLAMA, "vocab_size": VOCAB_SIZE, "num_hidden_layers": 3}
+MODEL = {**TINY_LLAMA, "vocab_size": VOCAB_SIZE, "num_hidden_layers": 4}
 LIMITS: dict[str, Any] = {"block_size": 8, "max_batch_size": 4, "max_num_tokens": 40, "threads": 1}
 
 
@@ -25,11 +25,11 @@ class TextCheckpoint(RandomCheckpoint):
     """Random weights with the fake engine's tokenizer."""
 
     def write_tokenizer(self, directory: Path) -> None:
-        _write_tokenizer(directory, chat_template=False)
+        write_tokenizer(directory, chat_template=False)
 
 
 def text_checkpoint(quant: Any = "float32", **changes: Any) -> TextCheckpoint:
-    """A three-layer Llama."""
+    """A four-layer Llama."""
     return TextCheckpoint({**MODEL, **changes}, quant=quant)
 
 
@@ -71,3 +71,11 @@ def _mend_manifest(engine: Path) -> None:
             msgspec.structs.replace(entry, nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
         )
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, files=tuple(files))))
+
+
+def edit_report(engine: Path, **parts: Any) -> None:
+    """Replace parts of an engine's report; None removes one."""
+    path = engine / "report.json"
+    report = {**msgspec.json.decode(path.read_bytes()), **parts}
+    path.write_bytes(msgspec.json.encode({k: v for k, v in report.items() if v is not None}))
+    _mend_manifest(engine)

@@ -15,11 +15,9 @@ def test_hunks_of_equal_layers_stand_once() -> None:
     before = "\n".join(f"mul_{i} = mul(x.{i})\nkept\nkept\nkept" for i in range(4)) + "\nother\n"
     after = before.replace("mul(", "scale(").replace("other", "another")
     shown = condense(diff(before, after))
-    # The first one has no line before it.
     assert [line for line in shown.splitlines() if "+" in line[:1] or "like" in line] == [
         "+mul_0 = scale(x.0)",
-        "+mul_1 = scale(x.1)",
-        "(and 2 like it)",
+        "(and 3 like it)",
         "+another",
     ]
     assert condense("") == ""

@@ -16,6 +16,7 @@ from pelton.builder.dry_run import HeadersOnly, dry_report
 from pelton.builder.eager import EagerReference
 from pelton.builder.engine_files import total_size, write_compact, write_json, write_manifest
 from pelton.builder.facts import model_recipes
+from pelton.builder.gate import QualityGate, evaluate_text, evaluation_blocks
 from pelton.builder.launches import plan_launches
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
@@ -29,6 +30,7 @@ from pelton.engine import native_runner
 from pelton.engine.config import BuildConfig, EngineConfig
 from pelton.engine.session import Session
 from pelton.engine.weight_sources import WeightSources, describe
+from pelton.errors import ConfigError
 from pelton.ir.evaluate import infer_shape
 from pelton.models.checkpoint import Checkpoint, open_checkpoint
 from pelton.models.registry import create_model
@@ -45,6 +47,7 @@ def build(
     explain: Callable[[str], None] | None = None,
     timing_cache: str | Path | None = None,
     dry_run: bool = False,
+    gate: QualityGate | None = None,
 ) -> BuildReport:
     """Build the engine of ``checkpoint`` (a Hugging Face folder or GGUF file) in ``output``.
 
@@ -54,9 +57,15 @@ def build(
     replaced; anything else there is refused. ``dry_run`` reads no weights and writes nothing: the report
     says what would be built, the memory it needs, and about how long that takes.
 
+    ``gate`` measures the engine on text, and may require how close it is to the unquantised model.
+
     Raises ``CheckpointError``, ``ConfigError`` (a setting, or not enough memory) or ``BuildError``
-    (the engine's results are wrong); ``output`` is then as it was.
+    (the engine's results are wrong, or beyond the gate); ``output`` is then as it was.
     """
+    if gate is not None:
+        gate.check()
+        if dry_run or not check:
+            raise ConfigError("an engine can only be measured on text where it is built and checked")
     output = Path(output)
     say = notify or (lambda text: None)
     replaced = check_output(output)
@@ -111,6 +120,11 @@ def build(
             else:
                 why_not = native_runner.unavailable(compiled.plan)
             runs_here = runs_on_this_cpu(compiled.selected.cpu_level)
+            if gate is not None and not runs_here:
+                raise ConfigError(
+                    f"an engine for CPUs of level {compiled.selected.cpu_level} cannot be measured here; "
+                    "build it without max_kl, max_ppl_increase and eval_text"
+                )
             if not runs_here:
                 changes.append(
                     f"the engine is for CPUs of level {compiled.selected.cpu_level}, so its results were not "
@@ -122,7 +136,7 @@ def build(
             if check and runs_here:
                 write_manifest(folder, hashes, target, compiled.selected.cpu_level)
                 with clock("check"):
-                    quality = _check(folder, opened, compiled, settled)
+                    quality = _check(folder, opened, compiled, settled, gate)
             report = build_report(opened, compiled, budget, quality, changes)
             (folder / "report.json").write_bytes(report.stored_json())
             write_manifest(folder, hashes, target, compiled.selected.cpu_level)
@@ -137,7 +151,9 @@ def _weight_sources(checkpoint: Checkpoint, compiled: Compiled) -> WeightSources
     return describe(checkpoint.name, checkpoint.config, compiled.recipes, shapes, compiled.conditions)
 
 
-def _check(folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: EngineConfig) -> QualityReport:
+def _check(
+    folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: EngineConfig, gate: QualityGate | None
+) -> QualityReport:
     """Compare the written engine with a fresh model that no pass has touched."""
     max_seq_len = compiled.config.max_seq_len
     assert max_seq_len is not None
@@ -153,4 +169,11 @@ def _check(folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: Eng
     else:
         native = native_runner.unavailable(compiled.plan) is None
     with Session(folder, kv_blocks=blocks, runner="native" if native else "reference") as session:
-        return check_engine(session, reference, steps, exact=compiled.exact)
+        quality = check_engine(session, reference, steps, exact=compiled.exact)
+    if gate is None:
+        return quality
+    del reference, model
+    blocks = evaluation_blocks(config)
+    with Session(folder, kv_blocks=blocks, runner="native" if native else "reference") as session:
+        found = evaluate_text(gate, folder / "tokenizer", session, checkpoint)
+    return msgspec.structs.replace(quality, evaluation=found)

@@ -32,7 +32,7 @@ Float32 = npt.NDArray[np.float32]
 
 def compare(reference: Float32, engine: Float32) -> dict[str, Any]:
     """The fields of a ``QualityReport`` that logits (N, V) determine."""
-    kl = np.concatenate([_divergence(p, q) for p, q in zip(_rows(reference), _rows(engine), strict=True)])
+    kl = divergence(reference, engine)
     # numpy's maximum, which keeps a NaN.
     error = np.max([np.abs(p - q).max() for p, q in zip(_rows(reference), _rows(engine), strict=True)])
     relative = float(error / np.max([np.abs(p).max() for p in _rows(reference)]))
@@ -51,11 +51,20 @@ def _rows(logits: Float32) -> Iterator[Float32]:
     return (logits[i : i + _ROWS] for i in range(0, len(logits), _ROWS))
 
 
-def _divergence(reference: Float32, engine: Float32) -> npt.NDArray[np.float64]:
-    """KL(reference || engine) of each position, nats."""
-    log_p, log_q = _log_softmax(reference), _log_softmax(engine)
-    result: npt.NDArray[np.float64] = np.maximum(0.0, (np.exp(log_p) * (log_p - log_q)).sum(-1))
-    return result
+def divergence(reference: Float32, engine: Float32) -> npt.NDArray[np.float64]:
+    """KL(reference || engine) of each position, nats; logits (N, V)."""
+    parts = []
+    for p, q in zip(_rows(reference), _rows(engine), strict=True):
+        log_p, log_q = _log_softmax(p), _log_softmax(q)
+        parts.append(np.maximum(0.0, (np.exp(log_p) * (log_p - log_q)).sum(-1)))
+    return np.concatenate(parts)
+
+
+def next_token_loss(logits: Float32, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+    """Negative log-likelihood, nats, of ``ids[1:]`` given the logits (N, V) of all ``ids`` but the last."""
+    parts = [_log_softmax(rows) for rows in _rows(logits[:-1])]
+    log_p = [part[np.arange(len(part)), ids[1 + i * _ROWS :][: len(part)]] for i, part in enumerate(parts)]
+    return -np.concatenate(log_p)
 
 
 def check_engine(

@@ -41,6 +41,22 @@ class TacticReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tactics that support the call and were not taken without timing -> why."""
 
 
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine on text beside the unquantised model: dequantised weights, float32, exact activations."""
+
+    text: str
+    """Its name."""
+    tokens: int
+    kl_mean: float
+    """KL(unquantised || engine) per token, nats."""
+    kl_max: float
+    top1_agreement: float
+    perplexity: float
+    perplexity_unquantised: float
+    gate: str
+    """What was required; empty: nothing."""
+
+
 class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
     """The engine against the eager reference model, on text."""
 
@@ -57,6 +73,8 @@ class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
     """Share of positions whose most likely token is the same."""
     bound: str
     """What the build required, such as ``max_error <= 1e-4``."""
+    evaluation: Evaluation | None = None
+    """On text, where the build was asked for it."""
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +205,11 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         q = self.quality
         if q is None:
             return "" if self.machine and self.machine.expected_seconds else "not checked"
+        if e := q.evaluation:
+            return (
+                f"top-1 agreement {e.top1_agreement:.1%}, KL {e.kl_mean:.2g}, perplexity {e.perplexity:.2f} "
+                f"({e.perplexity_unquantised:.2f} unquantised) over {e.tokens} tokens of {e.text}"
+            )
         return (
             f"top-1 agreement {q.top1_agreement:.1%}, KL {q.kl_mean:.2g} (max {q.kl_max:.2g}), "
             f"largest error {q.max_error:.1g} over {q.positions} positions"

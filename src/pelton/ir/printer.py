@@ -46,7 +46,9 @@ def condense(changes: str) -> str:
     first: dict[str, str] = {}
     count: dict[str, int] = {}
     for hunk in re.split(r"^(?=@@)", changes, flags=re.MULTILINE):
-        alike = re.sub(r"_?\d+", "", hunk.strip())
+        # Lines around a change do not count: those of the first and last layer are others'.
+        changed = [line for line in hunk.splitlines() if line.startswith(("+", "-"))]
+        alike = re.sub(r"_?\d+", "", "\n".join(changed))
         first.setdefault(alike, hunk.rstrip())
         count[alike] = count.get(alike, 0) + 1
     shown = [hunk + (f"\n(and {count[a] - 1} like it)" if count[a] > 1 else "") for a, hunk in first.items()]

@@ -200,9 +200,10 @@ def build_engine(
     progress: Any = None,
     notify: Notify | None = None,
     dry_run: bool = False,
-    timing_cache: Path | None = None,
+    **options: Any,
 ) -> BuildReport:
-    """Build ``checkpoint`` into ``output``; torch is imported here and not before."""
+    """Build ``checkpoint`` into ``output``; torch is imported here and not before. ``options``: further
+    arguments of ``pelton.build``."""
     try:
         from pelton.builder.build import build
     except ImportError as error:
@@ -211,11 +212,5 @@ def build_engine(
             "pip install 'pelton[build]', or copy an engine that was built elsewhere."
         ) from error
     return build(
-        checkpoint,
-        config,
-        output=output,
-        progress=progress,
-        notify=notify,
-        dry_run=dry_run,
-        timing_cache=timing_cache,
+        checkpoint, config, output=output, progress=progress, notify=notify, dry_run=dry_run, **options
     )

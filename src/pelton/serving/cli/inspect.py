@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from pelton.errors import ConfigError
 from pelton.serving.cli.options import Command
-from pelton.serving.cli.tables import table
+from pelton.serving.cli.progress import notify
+from pelton.serving.cli.tables import show, table
+
+if TYPE_CHECKING:
+    from pelton.engine.artifact import Engine
+    from pelton.engine.profile import PhaseProfile
+    from pelton.engine.summary import Block, Summary
 
 
 @click.command(
@@ -18,27 +24,69 @@ from pelton.serving.cli.tables import table
     epilog="""\b
 Examples:
   pelton inspect model.engine
-  pelton inspect model.engine --plan           every instruction
-  pelton inspect model.engine --verify         read all files, compare their SHA-256
+  pelton inspect model.engine --plan             every instruction
+  pelton inspect model.engine --verify           read all files, compare their SHA-256
+  pelton inspect model.engine --html report.html --measure
   pelton inspect model.engine --json | jq .memory""",
 )
 @click.argument("engine", type=click.Path(path_type=Path))
 @click.option("--plan", "show_plan", is_flag=True, help="List every instruction with its tactics.")
 @click.option("--verify", is_flag=True, help="Read all files and compare their SHA-256.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with everything to this file.")
+@click.option("--measure", is_flag=True, help="Run it: times by instruction, memory that it really takes.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(engine: Path, show_plan: bool, verify: bool, as_json: bool) -> None:
-    """Show what ENGINE is, was built for and needs: model, limits, memory, tactics, build report."""
+def inspect(
+    engine: Path, show_plan: bool, verify: bool, html: Path | None, measure: bool, as_json: bool
+) -> None:
+    """Show what ENGINE is, was built for and needs: plan, tactics, passes, memory, quality."""
     from pelton.engine.artifact import open_engine
 
     opened = open_engine(engine, verify=verify)
-    if as_json:
-        record = _record(opened, show_plan)
+    phases, used = _measure(opened) if measure else (None, None)
+    if html is not None:
+        _write_page(opened, html, phases)
+    elif as_json:
+        record = _record(opened, show_plan, used)
         click.echo(msgspec.json.format(msgspec.json.encode(record)).decode())
     else:
-        _print(opened, show_plan, verify)
+        _print(opened, show_plan, verify, used)
 
 
-def _record(engine: Any, show_plan: bool) -> dict[str, Any]:
+def _write_page(engine: Engine, html: Path, phases: list[PhaseProfile] | None) -> None:
+    from pelton.serving.page.page import render
+
+    if html.is_dir():
+        raise ConfigError(f"{html} is a folder; name the file to write")
+    html.write_text(render(engine, phases), encoding="utf-8")
+    notify(f"{html} has everything in it; open it in a browser.")
+
+
+def _measure(engine: Engine) -> tuple[list[PhaseProfile], int]:
+    """A short run: prefill of 128 tokens (or what fits), 8 steps; and the anonymous bytes it took."""
+    import numpy as np
+
+    from pelton.builder.peak import PeakMemory, anonymous_bytes
+    from pelton.engine.profile import blocks_needed, phases, profile_session
+    from pelton.engine.session import Session
+
+    build = engine.config.build
+    assert build.max_seq_len
+    tokens = max(1, min(128, build.max_seq_len // 2))
+    steps = min(8, build.max_seq_len - tokens)
+    prompt = np.random.default_rng(0).integers(0, engine.config.model.vocab_size, tokens, dtype=np.int32)
+    before = anonymous_bytes()
+    with (
+        PeakMemory() as peak,
+        Session(engine, kv_blocks=blocks_needed(engine.config, [prompt], steps)) as session,
+    ):
+        found = phases(profile_session(session, [prompt], steps))
+    return found, max(0, peak.peak - before)
+
+
+def _record(engine: Engine, show_plan: bool, used: int | None) -> dict[str, Any]:
+    from pelton.engine.summary import summarise
+
+    summary = summarise(engine)
     record = {
         "path": str(engine.path),
         "engine_id": engine.engine_id,
@@ -46,34 +94,54 @@ def _record(engine: Any, show_plan: bool) -> dict[str, Any]:
         "manifest": msgspec.to_builtins(engine.manifest),
         **msgspec.to_builtins(engine.config),
         "instructions": len(engine.plan.instructions),
-        "tactics": _tactics(engine.plan),
+        "tactics": msgspec.to_builtins(summary.ops),
+        "weights": msgspec.to_builtins(summary.weights),
+        "blocks": msgspec.to_builtins(summary.blocks),
+        "arena_live_bytes": list(summary.arena),
         "report": engine.report(),
     }
+    if used is not None:
+        record["measured_anonymous_bytes"] = used
     if show_plan:
         record["plan"] = msgspec.to_builtins(engine.plan)
     return record
 
 
-def _tactics(plan: Any) -> list[dict[str, Any]]:
-    """How often each tactic of each op stands in the plan, and up to how many tokens."""
-    counts: Counter[tuple[str, str, int]] = Counter()
-    for instruction in plan.instructions:
-        for choice in instruction.tactics:
-            counts[instruction.op, choice.tactic, choice.max_tokens] += 1
-        if not instruction.tactics:
-            counts[instruction.op, "reference", 0] += 1
-    return [
-        {"op": op, "tactic": tactic, "max_tokens": max_tokens, "instructions": n}
-        for (op, tactic, max_tokens), n in sorted(counts.items())
-    ]
-
-
-def _print(engine: Any, show_plan: bool, verified: bool) -> None:
+def _print(engine: Engine, show_plan: bool, verified: bool, used: int | None) -> None:
     from pelton.engine.resources import human_bytes
+    from pelton.engine.summary import summarise
 
-    model, build, memory = engine.config.model, engine.config.build, engine.config.memory
+    summary, report = summarise(engine), engine.report()
     state = ", every file verified" if verified else ""
     click.echo(f"{engine.path}  {human_bytes(engine.nbytes)}{state}\n")
+    _print_model(engine)
+    fields = msgspec.to_builtins(engine.config.build)
+    click.echo("\n" + table("built for", [(name, _setting(name, value)) for name, value in fields.items()]))
+    _print_memory(engine, summary, used)
+    click.echo(f"\nplan: {len(engine.plan.instructions)} instructions")
+    for block in summary.blocks:
+        click.echo(_block(block))
+    if show_plan:
+        click.echo("\n" + _plan(engine))
+    click.echo()
+    rows = [
+        (
+            o.op,
+            o.tactic,
+            _upto(o.max_tokens),
+            o.instructions,
+            human_bytes(o.weight_bytes) if o.weight_bytes else "",
+        )
+        for o in summary.ops
+    ]
+    show("tactics", rows, header=("op", "tactic", "tokens", "instructions", "weights"))
+    _print_report(report)
+    made = engine.manifest
+    click.echo(f"\nmade by Pelton {made.pelton_version}, format {made.format_version}, for {made.target}")
+
+
+def _print_model(engine: Engine) -> None:
+    model = engine.config.model
     click.echo(
         table(
             "model",
@@ -96,38 +164,88 @@ def _print(engine: Any, show_plan: bool, verified: bool) -> None:
             f"  KV group {i}: {len(group.layers)} layers, "
             f"{group.num_kv_heads} heads of {group.head_dim}{window}"
         )
-    fields = msgspec.to_builtins(build)
-    click.echo("\n" + table("built for", [(name, _setting(name, value)) for name, value in fields.items()]))
-    click.echo(
-        "\n"
-        + table(
-            "memory",
-            [
-                ("weights", human_bytes(memory.weights)),
-                ("arena", human_bytes(memory.arena)),
-                ("workspace", human_bytes(memory.workspace)),
-                ("inputs", human_bytes(memory.inputs)),
-                ("KV per token", human_bytes(memory.kv_bytes_per_token)),
-                (
-                    "KV at the limits",
-                    human_bytes(memory.kv_bytes_per_token * build.max_batch_size * build.max_seq_len),
-                ),
-            ],
+
+
+def _print_memory(engine: Engine, summary: Summary, used: int | None) -> None:
+    from pelton.engine.resources import human_bytes
+
+    build, memory = engine.config.build, engine.config.memory
+    assert build.max_batch_size and build.max_seq_len
+    rows = [
+        ("weights", human_bytes(memory.weights)),
+        ("arena", f"{human_bytes(memory.arena)}, {human_bytes(max(summary.arena, default=0))} alive at once"),
+        ("workspace", human_bytes(memory.workspace)),
+        ("KV per token", human_bytes(memory.kv_bytes_per_token)),
+        (
+            "KV at the limits",
+            human_bytes(memory.kv_bytes_per_token * build.max_batch_size * build.max_seq_len),
+        ),
+    ]
+    if used is not None:
+        rows.append(("measured", f"{human_bytes(used)} besides the mapped weights, in a short run"))
+    click.echo("\n" + table("memory", rows))
+    click.echo()
+    weights = [
+        (w.quant, w.layout, w.tensors, f"{w.values:,}", human_bytes(w.nbytes)) for w in summary.weights
+    ]
+    show("weights", weights, header=("type", "layout", "tensors", "values", "bytes"))
+
+
+def _block(block: Block) -> str:
+    times = f" (x{block.layers})" if block.layers > 1 else ""
+    rows = []
+    for i in block.instructions:
+        outputs = ", ".join(i.outputs) or "KV cache"
+        rows.append((i.op, ", ".join((*i.inputs, *i.weights)), "->", outputs))
+    return table(f"  {block.label}{times}", rows)
+
+
+def _plan(engine: Engine) -> str:
+    operands, lines = engine.plan.operands, []
+    for i, instruction in enumerate(engine.plan.instructions):
+        names = [operands[o].name if o >= 0 else "-" for o in instruction.inputs]
+        outs = [operands[o].name for o in instruction.outputs]
+        tactics = ", ".join(f"{c.tactic} {_upto(c.max_tokens)}" for c in instruction.tactics) or "reference"
+        lines.append(f"{i:4} {', '.join(outs)} = {instruction.op}({', '.join(names)})  [{tactics}]")
+    return "\n".join(lines)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    """What the build kept, by its known parts; an older engine may lack some."""
+    timed = [
+        (
+            t["op"],
+            t.get("shape", ""),
+            name,
+            _upto(t.get("max_tokens", 0)),
+            f"{us:.1f}",
+            "taken" if name == t["tactic"] else "",
         )
-    )
-    click.echo(f"\nplan: {len(engine.plan.instructions)} instructions")
-    rows = [(t["op"], t["tactic"], _upto(t["max_tokens"]), t["instructions"]) for t in _tactics(engine.plan)]
-    click.echo(table("", rows, header=("op", "tactic", "tokens", "instructions")))
-    if show_plan:
+        for t in report.get("tactics") or []
+        for name, us in sorted(t.get("microseconds", {}).items(), key=lambda e: e[1])
+    ]
+    if timed:
         click.echo()
-        for i, instruction in enumerate(engine.plan.instructions):
-            names = [engine.plan.operands[o].name if o >= 0 else "-" for o in instruction.inputs]
-            outs = [engine.plan.operands[o].name for o in instruction.outputs]
-            click.echo(f"{i:4} {', '.join(outs)} = {instruction.op}({', '.join(names)})")
-    click.echo("\nbuild report")
-    click.echo(_report(engine.report()))
-    made = engine.manifest
-    click.echo(f"\nmade by Pelton {made.pelton_version}, format {made.format_version}, for {made.target}")
+        show("times when built", timed, header=("op", "shape", "tactic", "tokens", "us", ""))
+    passes = [_pass_row(p) for p in report.get("passes") or []]
+    if passes:
+        click.echo()
+        show("passes", passes, header=("pass", "matched", "changed", "why not"))
+    if quality := report.get("quality"):
+        rows = [
+            (name, f"{v:.6g}" if isinstance(v, float) else v) for name, v in quality.items() if v is not None
+        ]
+        click.echo("\n" + table("quality", rows))
+    for note in report.get("notes") or []:
+        click.echo(f"  note: {note}")
+
+
+def _pass_row(p: dict[str, Any]) -> tuple[Any, ...]:
+    choice = p.get("choice", "auto")
+    reasons = [f"{choice} by the user"] if choice != "auto" else []
+    reasons += [p["note"]] if p.get("note") else []
+    reasons += [f"{n}: {why}" for why, n in p.get("skipped", {}).items()]
+    return p["name"], p["matched"], p["changed"], "; ".join(reasons)
 
 
 def _setting(name: str, value: Any) -> str:
@@ -136,22 +254,3 @@ def _setting(name: str, value: Any) -> str:
 
 def _upto(max_tokens: int) -> str:
     return f"<= {max_tokens}" if max_tokens else "any"
-
-
-def _report(value: Any, indent: int = 1) -> str:
-    """A nested report as indented lines; long lists by their length."""
-    lines = []
-    pad = "  " * indent
-    for name, item in value.items():
-        if isinstance(item, dict):
-            lines.append(f"{pad}{name}\n{_report(item, indent + 1)}" if item else f"{pad}{name}: none")
-        elif isinstance(item, list) and item and isinstance(item[0], dict):
-            lines.append(f"{pad}{name}: {len(item)} (see --json)")
-        elif isinstance(item, list):
-            lines += [
-                f"{pad}{name}:" + ("" if item else " none"),
-                *(f"{pad}  {entry}" for entry in item[:40]),
-            ]
-        else:
-            lines.append(f"{pad}{name}: {item}")
-    return "\n".join(lines)

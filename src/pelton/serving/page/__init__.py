@@ -1,0 +1,1 @@
+"""The HTML page of an engine: ``pelton inspect --html``."""
