@@ -13,8 +13,7 @@ from pelton.passes import PASSES, Pass, PassContext, PassReport, run_model_passe
 from pelton.passes.run import model_text
 from tests.models import zoo
 from tests.models.oracle import hf_config_dict
-
-FLOAT32 = PassContext(quant_of=lambda _: "float32")
+from tests.passes.support import FLOAT32
 
 
 def reports_of(make: Any = zoo.llama, passes: tuple[Pass, ...] = PASSES, **context: Any) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def test_what_undoes_a_pass_switches_it_off_when_forced() -> None:
         return PassReport(name="undo", matched=1, changed=1)
 
     undo = Pass(name="undo", kind="model", run=run, rewrite="", bound="", undoes="fuse_qkv", default=False)
-    passes = (*PASSES[:2], undo)
+    passes = (*(p for p in PASSES if p.kind == "model"), undo)
     assert reports_of(passes=passes)["undo"].note == "runs only when forced"
     assert reports_of(passes=passes, modes={"undo": "force"})["fuse_qkv"].note == "undo is forced"
 

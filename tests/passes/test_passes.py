@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ from torch import fx
 from pelton import nn
 from pelton.builder.trace import trace
 from pelton.errors import BuildError
+from pelton.ir.evaluate import evaluate
 from pelton.ir.graph import Graph, op_name
 from pelton.ir.recipe import Concat, Recipe, Source
 from pelton.ir.verifier import effects, verify
 from pelton.passes import (
     PASSES,
-    Pass,
     PassContext,
     PassReport,
     add_rms_norm,
@@ -31,27 +32,9 @@ from pelton.passes import (
 )
 from tests.ir.graph_forward import graph_forward
 from tests.models import zoo
-from tests.models.oracle import hf_config_dict, load_ours, read_from, relative_error, texts
+from tests.models.oracle import load_ours, read_from, relative_error, texts
 from tests.models.paged import PagedRunner, run_packed
-
-FLOAT32 = PassContext(quant_of=lambda _: "float32")
-
-
-def as_pass(run: Callable[..., PassReport], **fields: Any) -> Pass:
-    return Pass(**{"name": run.__name__, "kind": "graph", "run": run, "rewrite": "", "bound": "", **fields})
-
-
-def logits(model: nn.CausalLM, graph: Graph | None = None) -> torch.Tensor:
-    forward = graph_forward(graph, model) if graph else None
-    return torch.cat(run_packed(PagedRunner(model, forward=forward), texts((14, 9))))
-
-
-def ops(graph: Graph) -> list[str]:
-    return [op_name(n) for n in graph.calls]
-
-
-def by_name(reports: list[PassReport]) -> dict[str, PassReport]:
-    return {r.name: r for r in reports}
+from tests.passes.support import FLOAT32, as_pass, by_name, create, logits, ops
 
 
 @pytest.mark.parametrize("architecture", zoo.ZOO)
@@ -60,9 +43,23 @@ def test_graph_passes_keep_logits_bit_for_bit(architecture: str) -> None:
     want = logits(model)
     graph = trace(model, max_seq_len=64, block_size=4)
     writes = effects(graph)
-    run_graph_passes(PASSES, graph, FLOAT32)
+    rounding = [p.name for p in PASSES if p.kind == "graph" and p.bound != "bit for bit"]
+    run_graph_passes(PASSES, graph, replace(FLOAT32, modes=dict.fromkeys(rounding, "off")))
     assert effects(graph) == writes
     assert torch.equal(logits(model, graph), want)
+
+
+@pytest.mark.parametrize("architecture", zoo.ZOO)
+def test_all_passes_together_keep_logits_to_rounding(architecture: str) -> None:
+    """Model passes, trace, graph passes, then weights by the recipes that are left: as a build does."""
+    hf = zoo.ZOO[architecture]()
+    plain, fused, read = load_ours(hf), create(hf), read_from(hf.state_dict())
+    context = replace(FLOAT32, read=lambda recipe: evaluate(recipe, read))
+    run_model_passes(PASSES, fused, context)
+    graph = trace(fused, max_seq_len=64, block_size=4)
+    run_graph_passes(PASSES, graph, context)
+    got = torch.cat(run_packed(PagedRunner(fused, forward=graph_forward(graph, fused, read)), texts((14, 9))))
+    assert relative_error(got, logits(plain)) < 1e-5
 
 
 @pytest.mark.parametrize("architecture", zoo.ZOO)
@@ -77,12 +74,6 @@ def test_model_passes_keep_logits_and_read_the_same_checkpoint(architecture: str
     assert relative_error(logits(fused), logits(plain)) < 1e-6
 
 
-def create(hf: Any, **changes: Any) -> nn.CausalLM:
-    from pelton.models.registry import create_model
-
-    return create_model(hf_config_dict(hf, **changes), max_seq_len=64)
-
-
 @pytest.fixture
 def llama_graph() -> Graph:
     return trace(create(zoo.llama()), max_seq_len=64, block_size=4)
@@ -93,7 +84,7 @@ def test_what_is_left_of_a_llama_layer() -> None:
     model_reports = by_name(run_model_passes(PASSES, model, FLOAT32))
     graph = trace(model, max_seq_len=64, block_size=4)
     reports = by_name(run_graph_passes(PASSES, graph, FLOAT32))
-    assert [(r.matched, r.changed) for r in model_reports.values()] == [(1, 1), (1, 1)]
+    assert (model_reports["fuse_qkv"].changed, model_reports["fuse_gate_mlp"].changed) == (1, 1)
     assert [op for op in ops(graph) if "aten" not in op and op != "getitem"] == [
         "embedding",
         "rope_cos_sin",
@@ -297,10 +288,12 @@ def test_explain_shows_what_each_pass_changed(llama_graph: Graph) -> None:
     shown: list[str] = []
     run_graph_passes(PASSES, llama_graph, FLOAT32, explain=shown.append)
     assert [text.split("\n")[0] for text in shown] == [
+        "fold_norm_weight",
+        "cse",
         "early_take_rows",
         "add_rms_norm",
         "rope_kv_write",
         "dead_code",
     ]
-    assert "-kv_write = kv_write(rope_1, view_2, k_cache.0, v_cache.0, slot_mapping.0) -> ()" in shown[2]
-    assert "+rope_kv_write = rope_kv_write(view, view_1, view_2, rope_cos_sin, k_cache.0" in shown[2]
+    assert "-kv_write = kv_write(rope_1, view_2, k_cache.0, v_cache.0, slot_mapping.0) -> ()" in shown[4]
+    assert "+rope_kv_write = rope_kv_write(view, view_1, view_2, rope_cos_sin, k_cache.0" in shown[4]

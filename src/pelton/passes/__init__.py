@@ -2,24 +2,46 @@
 
 from pelton.passes import (
     add_rms_norm,
+    constant_folding,
+    cse,
     dead_code,
     early_take_rows,
+    explicit_quantise,
+    fold_norm_weight,
+    fold_scaling,
     fuse_gate_mlp,
     fuse_qkv,
     gemm_swiglu,
+    move_quantise,
+    norm_quantise,
+    parallelize_embedding,
     rope_kv_write,
+    share_embedding,
+    simplify_views,
+    unfuse_qkv_gemm,
 )
 from pelton.passes.base import Mode, Pass, PassContext, PassReport
 from pelton.passes.run import run_graph_passes, run_model_passes
 
 PASSES: tuple[Pass, ...] = (
+    share_embedding.PASS,
+    parallelize_embedding.PASS,
+    unfuse_qkv_gemm.PASS,
     fuse_qkv.PASS,
     fuse_gate_mlp.PASS,
     # From here on over the traced graph.
+    constant_folding.PASS,
+    simplify_views.PASS,
+    fold_scaling.PASS,
+    fold_norm_weight.PASS,
+    cse.PASS,
     early_take_rows.PASS,
     add_rms_norm.PASS,
     rope_kv_write.PASS,
     gemm_swiglu.PASS,
+    explicit_quantise.PASS,
+    move_quantise.PASS,
+    norm_quantise.PASS,
     dead_code.PASS,
 )
 """Every pass in order: model passes, then graph passes."""

@@ -54,8 +54,9 @@ class PassContext:
         return self.modes.get(name) == "force"
 
     def supports(self, graph: Graph, op: str, args: tuple[Any, ...]) -> bool:
-        """Whether the target has a kernel for the Pelton op called with ``args`` (nodes, numbers, None,
-        in the schema's order). Nothing is fused into an op that only the reference could run."""
+        """Whether the target has a kernel for the Pelton op called with ``args``: nodes (or what they
+        will be), numbers and None in the schema's order. Nothing is fused into an op that only the
+        reference could run."""
         parameters = get_op(op).torch_op._schema.arguments
         given = [*args, *(p.default_value for p in parameters[len(args) :])]
         inputs: list[TensorSpec | None] = []
@@ -69,7 +70,9 @@ class PassContext:
             NodeSpec(op=op, inputs=tuple(inputs), attrs=attrs, activations=self.activations)
         )
 
-    def _spec(self, graph: Graph, node: fx.Node) -> TensorSpec:
+    def _spec(self, graph: Graph, node: fx.Node | TensorSpec) -> TensorSpec:
+        if isinstance(node, TensorSpec):
+            return node
         kind = graph.type_of(node)
         described = graph.inputs.get(node.name)
         if described is None or described.kind not in ("weight", "constant"):
