@@ -67,7 +67,7 @@ def _value(graph: Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 def _views_a_constant(graph: Graph, node: fx.Node) -> bool:
     while node.target in VIEWS:
         node = node.args[0]  # type: ignore[assignment]
-    return node.op == "placeholder"
+    return bool(node.op == "placeholder")
 
 
 PASS = Pass(
