@@ -115,7 +115,8 @@ class Transpose(Recipe):
     base: Recipe
 
     def over(self, *bases: Recipe) -> Recipe:
-        return transpose(*bases)
+        (base,) = bases
+        return transpose(base)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ class AddScalar(Recipe):
     value: float
 
     def over(self, *bases: Recipe) -> Recipe:
-        return add_scalar(*bases, self.value)
+        (base,) = bases
+        return add_scalar(base, self.value)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """fold_norm_weight: a norm's weight goes into the products that read it, and becomes ones.
 
 ``linear(norm(x) * g, W) = linear(norm(x), W diag(g))``, and a layer norm's bias goes into the products'
-biases. Norms of one tensor that differed in their weights (attention and MLP side by side) are then one,
-which ``cse`` sees. Only for weights that an engine stores as float32: anything narrower would be rounded
-once more. The offset that Gemma's checkpoints leave out is part of the recipe, so it goes along.
+biases. It pays where one tensor is normalised twice (attention and MLP side by side, each with its own
+norm): those norms are then equal, and ``cse`` makes them one. Elsewhere nothing is saved, so it is left
+unless forced. Only for weights that an engine stores as float32: anything narrower would be rounded once
+more. The offset that Gemma's checkpoints leave out is part of the recipe, so it goes along.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ NORMS = ("rms_norm", "layer_norm")
 
 
 def run(graph: Graph, context: PassContext) -> PassReport:
-    """Scale the columns of every product that reads a norm; the norm's weight is then ones."""
+    """Scale the columns of every product that reads one of several norms of a tensor, or when forced any
+    norm; the norm's weight is then ones."""
     matched, changed, skipped = 0, 0, []
     for norm in graph.calls:
         if op_name(norm) not in NORMS or not is_weight(graph, norm.args[1]):
             continue
         readers = _readers(norm)
         if not any(op_name(reader) == "linear" for reader in readers):
+            continue
+        if not (context.forced(NAME) or _normalised_twice(norm)):
             continue
         matched += 1
         why = _fold(graph, context, norm, readers)
@@ -38,6 +42,12 @@ def run(graph: Graph, context: PassContext) -> PassReport:
         else:
             skipped.append((norm.meta["where"] or norm.name, why))
     return PassReport(name=NAME, matched=matched, changed=changed, skipped=tuple(skipped))
+
+
+def _normalised_twice(norm: fx.Node) -> bool:
+    """Whether another norm differs from this one in its weights alone."""
+    alike = [user for user in norm.all_input_nodes[0].users if user.target is norm.target]
+    return any(n is not norm and n.args[-1] == norm.args[-1] for n in alike)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -110,7 +120,7 @@ PASS = Pass(
     name=NAME,
     kind="graph",
     run=run,
-    rewrite="linear(norm(x, g), W) -> linear(norm(x, 1), W diag(g))",
+    rewrite="linear(norm(x, g), W) -> linear(norm(x, 1), W diag(g)), where x is normalised twice",
     bound="float32 rounding",
     fast=False,
 )

@@ -38,7 +38,4 @@ def why_not_scaled(graph: Graph, context: PassContext, weight: fx.Node, factor: 
 def scale_weight(graph: Graph, weight: fx.Node, factor: float) -> None:
     """Multiply ``factor`` into the weight's recipe."""
     name = name_of(graph, weight)
-    recipe = graph.recipes[name]
-    if isinstance(recipe, Scale):
-        recipe, factor = recipe.base, recipe.factor * factor
-    graph.recipes[name] = recipe if factor == 1 else Scale(recipe, factor)
+    graph.recipes[name] = Scale(graph.recipes[name], factor)
