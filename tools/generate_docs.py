@@ -9,6 +9,7 @@ each is made. ``--check`` writes nothing and fails when a page is out of date (a
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -35,8 +36,51 @@ def tactics() -> str:
     return table(("op", "tactic", "precision", "weight layout", "default order", "batch-invariant"), rows)
 
 
+def passes() -> str:
+    """Every pass in order."""
+    from pelton.passes import PASSES
+
+    rows = []
+    for i, p in enumerate(PASSES, 1):
+        after = ", ".join(f"`{name}`" for name in p.needs)
+        after = after or (f"undoes `{p.undoes}`" if p.undoes else "")
+        link = f"[`{p.name}`](../src/pelton/passes/{p.name}.py)"
+        rows.append((str(i), link, p.kind, f"`{p.rewrite}`", after, p.bound, "yes" if p.fast else "no"))
+    return table(("", "pass", "kind", "rewrite", "after", "results move by", "in a fast build"), rows)
+
+
+def patterns() -> str:
+    """What the passes look for that are patterns and what to do there."""
+    from pelton.passes import PASSES
+    from pelton.passes.pattern import show
+
+    rows = []
+    for p in PASSES:
+        module = importlib.import_module(f"pelton.passes.{p.name}")
+        rows += [(f"`{p.name}`", f"`{show(pattern)}`") for pattern, _ in getattr(module, "PATTERNS", ())]
+    return table(("pass", "looks for"), rows)
+
+
+def ops() -> str:
+    """Every op of the graph, by what its file says first."""
+    from pelton.ir.op import all_ops
+
+    rows = []
+    for name, op in sorted(all_ops().items()):
+        text = " ".join((sys.modules[op.reference.__module__].__doc__ or "").split("\n\n")[0].split())
+        what = text.partition(": ")[2] or text
+        notes = ["writes in place"] * bool(op.mutates) + ["where the target has a kernel"] * op.optional
+        rows.append((f"[`{name}`](../src/pelton/ir/ops/{name}.py)", what, ", ".join(notes)))
+    return table(("op", "what", ""), rows)
+
+
 #: Name of a generated part -> its text.
-PARTS: dict[str, Callable[[], str]] = {"tactics": tactics}
+PARTS: dict[str, Callable[[], str]] = {
+    "passes": passes,
+    "patterns": patterns,
+    "ops": ops,
+    "tactics": tactics,
+}
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 

@@ -25,6 +25,7 @@ from tests.ir.graph_forward import graph_forward
 from tests.models import zoo
 from tests.models.oracle import hf_config_dict, load_ours
 from tests.models.paged import PagedRunner
+from tests.passes.support import FLOAT32
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_the_plan_is_the_one_that_torch_export_gives(architecture: str, fused: b
     """Instructions, operands with their views, tactics, buffers and the arena's layout, names included."""
     model = create_model(hf_config_dict(zoo.ZOO[architecture]()), max_seq_len=64)
     if fused:
-        run_model_passes(PASSES, model, PassContext(quant_of=lambda _: "float32"))
+        run_model_passes(PASSES, model, FLOAT32)
     options: dict[str, Any] = {"max_seq_len": 64, "block_size": 4, "kv_dtype": "float16"}
     ours, theirs = plan_of(trace(model, **options)), plan_of(export(model, **options))
     assert len(ours.instructions) > 10

@@ -110,19 +110,21 @@ def test_what_is_read_elsewhere_is_refused_with_the_reader() -> None:
     net = Net(body, linear=nn.Linear(32, 32))
     graph = traced(net)
     pattern = call("aten.mul.Tensor", LINEAR, number("factor"))
-    report = rewrite(graph, FLOAT32, "test", pattern, lambda m: None)
+    report = rewrite(graph, FLOAT32, "test", [(pattern, lambda m: None)])
     assert (report.matched, report.changed) == (1, 0)
     assert report.skipped == (("mul", "linear is read elsewhere too"),)
     shared = replace(pattern, arguments=(replace(LINEAR, shared=True), number("factor")))
-    assert rewrite(graph, FLOAT32, "test", shared, lambda m: None).changed == 1
+    assert rewrite(graph, FLOAT32, "test", [(shared, lambda m: None)]).changed == 1
+
+
+def _gated(m: Match) -> str | None:
+    return m.fuse("linear_gated", (m["x"], m["w"], None, m["kind"]))
 
 
 def test_fuse_replaces_the_place_and_keeps_where_it_was_made(net: Net, graph: Graph) -> None:
     halves = call("aten.split.Tensor", LINEAR)
     gated = call("gated_activation", item(halves, 0), item(halves, 1), value("kind"))
-    report = rewrite(
-        graph, FLOAT32, "test", gated, lambda m: m.fuse("linear_gated", (m["x"], m["w"], None, m["kind"]))
-    )
+    report = rewrite(graph, FLOAT32, "test", [(gated, _gated)])
     assert (report.matched, report.changed, report.skipped) == (1, 1, ())
     fused = next(n for n in graph.calls if op_name(n) == "linear_gated")
     assert ops(graph) == ["embedding", "rms_norm", "linear_gated", "linear", "aten.mul.Tensor", "take_rows"]
@@ -136,9 +138,7 @@ def test_nothing_is_fused_that_the_target_cannot_run(graph: Graph) -> None:
     halves = call("aten.split.Tensor", LINEAR)
     gated = call("gated_activation", item(halves, 0), item(halves, 1), value("kind"))
     before = ops(graph)
-    report = rewrite(
-        graph, without, "test", gated, lambda m: m.fuse("linear_gated", (m["x"], m["w"], None, m["kind"]))
-    )
+    report = rewrite(graph, without, "test", [(gated, _gated)])
     assert report.skipped == (
         ("gated_activation", "the target has no kernel for linear_gated of these types"),
     )
@@ -156,7 +156,7 @@ def test_a_place_that_an_earlier_rewrite_took_is_not_matched_again() -> None:
         m.root.args = (m["x"], m["a"] * m["b"])
         m.erase()
 
-    report = rewrite(graph, FLOAT32, "test", double, join)
+    report = rewrite(graph, FLOAT32, "test", [(double, join)])
     assert (report.changed, [n.args[1] for n in graph.calls if op_name(n) == "aten.mul.Tensor"]) == (
         2,
         [24.0],

@@ -25,7 +25,8 @@ KEEP_WEIGHTS_BYTES = 1_000_000_000
 class ReferenceRunner:
     """Executes ``plan`` over ``caches`` with weights unpacked to float32.
 
-    Block-quantised products are computed exactly, whatever the engine's ``activations``. ``poison``
+    Block-quantised products are computed exactly, whatever the engine's ``activations``, but where the
+    plan itself quantises their inputs (``quantize_q8`` and its like). ``poison``
     fills the arena with NaN before each step, so that reading what was never written shows (tests).
     """
 

@@ -6,6 +6,7 @@ no block crosses a row, stacking, slicing and permuting those rows is exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -15,18 +16,20 @@ import numpy.typing as npt
 from pelton.dtypes import is_dense
 from pelton.errors import CheckpointError
 from pelton.ir.recipe import (
-    AddProduct,
     AddScalar,
     Columns,
     Concat,
+    Flatten,
     Full,
     PadRows,
     PermuteRows,
+    Product,
     Recipe,
     Rows,
     Scale,
     ScaleColumns,
     Source,
+    Sum,
     Transpose,
     is_power_of_two,
 )
@@ -87,13 +90,23 @@ def evaluate(recipe: Recipe, read: Callable[[str], HostTensor]) -> HostTensor:
             _need_dense(tensor.quant, base, "scaled")
             _need_dense(by_column.quant, factors, "scaled with")
             return HostTensor("float32", tensor.shape, _float32(tensor) * _float32(by_column))
-        case AddProduct(base, weight, vector):
+        case Product(weight, vector):
             matrix, by_column = evaluate(weight, read), evaluate(vector, read)
             _need_dense(matrix.quant, weight, "multiplied")
             product = _float32(matrix) @ _float32(by_column)
-            if base is not None:
-                product += _float32(evaluate(base, read))
             return HostTensor("float32", product.shape, product)
+        case Sum(parts):
+            tensors = [evaluate(part, read) for part in parts]
+            for tensor in tensors:
+                _need_dense(tensor.quant, recipe, "added up")
+            total = np.zeros(tensors[0].shape, np.float32)
+            for tensor in tensors:
+                total += _float32(tensor)
+            return HostTensor("float32", total.shape, total)
+        case Flatten(base):
+            tensor = evaluate(base, read)
+            _need_dense(tensor.quant, recipe, "flattened")
+            return HostTensor(tensor.quant, (tensor.data.size,), tensor.data.reshape(-1))
         case Full(size, value):
             return HostTensor("float32", (size,), np.full(size, value, np.float32))
     raise AssertionError(f"unknown recipe {type(recipe).__name__}")
@@ -124,8 +137,12 @@ def infer_shape(recipe: Recipe, infos: Mapping[str, TensorLike]) -> tuple[int, .
             return (rows, *infer_shape(base, infos)[1:])
         case Columns(base, start, stop):
             return (infer_shape(base, infos)[0], stop - start)
-        case AddProduct(_, weight):
+        case Product(weight):
             return infer_shape(weight, infos)[:1]
+        case Sum(parts):
+            return infer_shape(parts[0], infos)
+        case Flatten(base):
+            return (math.prod(infer_shape(base, infos)),)
         case Full(size):
             return (size,)
         case Transpose(base):
@@ -139,9 +156,7 @@ def infer_quant(recipe: Recipe, infos: Mapping[str, TensorLike]) -> str:
         case Source(name):
             return infos[name].quant
         case Concat(parts):
-            quants = {infer_quant(part, infos) for part in parts}
-            assert len(quants) == 1, f"concat of different value types {sorted(quants)}"
-            return quants.pop()
+            return _common({infer_quant(part, infos) for part in parts})
         case Rows(base) | PadRows(base) | PermuteRows(base):
             return infer_quant(base, infos)
         case Columns(base):
@@ -155,9 +170,17 @@ def infer_quant(recipe: Recipe, infos: Mapping[str, TensorLike]) -> str:
         case ScaleColumns(base):
             _need_dense(infer_quant(base, infos), base, "scaled")
             return "float32"
-        case AddProduct(_, weight):
+        case Product(weight):
             _need_dense(infer_quant(weight, infos), weight, "multiplied")
             return "float32"
+        case Sum(parts):
+            for part in parts:
+                _need_dense(infer_quant(part, infos), recipe, "added up")
+            return "float32"
+        case Flatten(base):
+            quant = infer_quant(base, infos)
+            _need_dense(quant, recipe, "flattened")
+            return quant
         case Full():
             return "float32"
         case Transpose(base):
@@ -171,10 +194,19 @@ def infer_quant(recipe: Recipe, infos: Mapping[str, TensorLike]) -> str:
 
 
 def _concat(parts: list[HostTensor]) -> HostTensor:
-    quants = {part.quant for part in parts}
-    assert len(quants) == 1, f"concat of different value types {sorted(quants)}"
+    quant = _common({part.quant for part in parts})
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return HostTensor(quants.pop(), shape, np.concatenate([part.data for part in parts]))
+    if any(part.quant != quant for part in parts):
+        return HostTensor(quant, shape, np.concatenate([_float32(part) for part in parts]))
+    return HostTensor(quant, shape, np.concatenate([part.data for part in parts]))
+
+
+def _common(quants: set[str]) -> str:
+    """The type of a stack of such parts."""
+    if len(quants) > 1:
+        assert all(is_dense(quant) for quant in quants), f"a stack of different value types {sorted(quants)}"
+        return "float32"
+    return next(iter(quants))
 
 
 def _pad_rows(tensor: HostTensor, rows: int) -> HostTensor:

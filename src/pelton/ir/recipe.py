@@ -62,7 +62,8 @@ class Source(Recipe):
 
 @dataclass(frozen=True)
 class Concat(Recipe):
-    """The parts stacked along dim 0 (output rows of a linear layer)."""
+    """The parts stacked along dim 0 (output rows of a linear layer): of one type, or dense ones of
+    several, which are then float32."""
 
     parts: tuple[Recipe, ...]
 
@@ -149,16 +150,25 @@ class ScaleColumns(Recipe):
 
 
 @dataclass(frozen=True)
-class AddProduct(Recipe):
-    """``base + weight @ vector`` of dense tensors in float32: a bias that takes in what stood before the
-    product. ``base`` None: zeros."""
+class Product(Recipe):
+    """``weight @ vector`` of dense tensors, in float32: what a vector before a linear layer is after it."""
 
-    base: Recipe | None
     weight: Recipe
     vector: Recipe
 
-    def over(self, *bases: Recipe) -> Recipe:
-        return AddProduct(None, *bases) if self.base is None else AddProduct(*bases)
+
+@dataclass(frozen=True)
+class Sum(Recipe):
+    """Dense tensors of one shape, added up in float32."""
+
+    parts: tuple[Recipe, ...]
+
+
+@dataclass(frozen=True)
+class Flatten(Recipe):
+    """A dense ``base`` as one vector, its rows one after another."""
+
+    base: Recipe
 
 
 @dataclass(frozen=True)

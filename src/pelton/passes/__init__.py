@@ -2,6 +2,7 @@
 
 from pelton.passes import (
     add_rms_norm,
+    attention_bias,
     constant_folding,
     cse,
     dead_code,
@@ -11,6 +12,7 @@ from pelton.passes import (
     fold_scaling,
     fuse_gate_mlp,
     fuse_qkv,
+    gemm_bias,
     gemm_swiglu,
     move_quantise,
     norm_quantise,
@@ -35,6 +37,8 @@ PASSES: tuple[Pass, ...] = (
     fold_scaling.PASS,
     fold_norm_weight.PASS,
     cse.PASS,
+    gemm_bias.PASS,
+    attention_bias.PASS,
     early_take_rows.PASS,
     add_rms_norm.PASS,
     rope_kv_write.PASS,

@@ -20,16 +20,7 @@ SECOND_NORM = call("rms_norm", item(call("add_rms_norm", shared=True), 1, name="
 
 def run(graph: Graph, context: PassContext) -> PassReport:
     """Rewrite ``s = aten.add(a, b); y = rms_norm(s, w, eps)`` to ``y, s = add_rms_norm(b, a, w, eps)``."""
-    return rewrite(
-        graph,
-        context,
-        NAME,
-        [
-            (NORM_OF_SUM, _fuse),
-            (NORM_OF_NUMBER, lambda m: f"{m['sum'].name} adds a number"),
-            (SECOND_NORM, lambda m: f"{m['sum'].name} is already fused with another norm"),
-        ],
-    )
+    return rewrite(graph, context, NAME, PATTERNS)
 
 
 def _fuse(m: Match) -> str | None:
@@ -40,6 +31,13 @@ def _fuse(m: Match) -> str | None:
     # At the sum's place: its other readers may come before the norm.
     return m.fuse("add_rms_norm", args, results={m.root: 0, total: 1}, at=total)
 
+
+#: What is looked for, and what is done there.
+PATTERNS = (
+    (NORM_OF_SUM, _fuse),
+    (NORM_OF_NUMBER, lambda m: f"{m['sum'].name} adds a number"),
+    (SECOND_NORM, lambda m: f"{m['sum'].name} is already fused with another norm"),
+)
 
 PASS = Pass(
     name=NAME,

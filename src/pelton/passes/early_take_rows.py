@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import fx
 
+from pelton.ir.aten import COMPUTE
 from pelton.ir.graph import Graph, op_name
-from pelton.ir.verifier import COMPUTE, VIEWS
+from pelton.ir.verifier import VIEWS
 from pelton.passes.base import Pass, PassContext, PassReport
 
 NAME = "early_take_rows"

@@ -13,10 +13,10 @@ from torch import fx
 
 from pelton.dtypes import is_dense
 from pelton.ir.graph import Graph, argument, op_name
-from pelton.ir.recipe import AddProduct, Full, ScaleColumns
+from pelton.ir.recipe import Full, Product, ScaleColumns, Sum
 from pelton.ir.verifier import VIEWS
 from pelton.passes.base import Pass, PassContext, PassReport
-from pelton.passes.folding import name_of, stored
+from pelton.passes.folding import name_of, set_bias, stored
 from pelton.passes.pattern import is_weight
 
 NAME = "fold_norm_weight"
@@ -104,15 +104,12 @@ def _fold_into(graph: Graph, linear: fx.Node, gain: fx.Node, shift: fx.Node | No
     name = name_of(graph, weight)
     recipe = graph.recipes[name]
     if shift is not None:
-        bias, by_column = argument(linear, "bias"), graph.recipes[name_of(graph, shift)]
+        bias, product = argument(linear, "bias"), Product(recipe, graph.recipes[name_of(graph, shift)])
         if bias is None:
-            made = AddProduct(None, recipe, by_column)
-            rows = weight.meta["val"].shape[0]
-            node = graph.insert_weight(name.removesuffix("weight") + "bias", made, gain, (rows,))
-            linear.args = (linear.args[0], weight, node)
+            set_bias(graph, linear, product)
         else:
             own = name_of(graph, bias)
-            graph.recipes[own] = AddProduct(graph.recipes[own], recipe, by_column)
+            graph.recipes[own] = Sum((graph.recipes[own], product))
     graph.recipes[name] = ScaleColumns(recipe, graph.recipes[name_of(graph, gain)])
 
 

@@ -31,18 +31,7 @@ HEAD = call("linear", NORM, weight("weight"), None, name="product")
 def run(graph: Graph, context: PassContext) -> PassReport:
     """Rewrite ``f(x, w) * c`` to ``f(x, c w)``, ``linear(x * c, w)`` to ``linear(x, c w)``, and
     ``attention(q * c)`` to attention of another scale."""
-    return rewrite(
-        graph,
-        context,
-        NAME,
-        [
-            (_times(HEAD), _into_head_or_norm),
-            (_times(ROWS), _into_product),
-            (_times(call("rms_norm", value("x"), weight("weight"), name="product")), _into_product),
-            (call("linear", SCALED, weight("weight")), _into_reader),
-            (call("paged_attention", SCALED), _into_attention),
-        ],
-    )
+    return rewrite(graph, context, NAME, PATTERNS)
 
 
 def _into_product(m: Match) -> str | None:
@@ -101,6 +90,15 @@ def _drop(m: Match) -> None:
     m.root.replace_all_uses_with(m["product"])
     m.graph.erase(m.root)
 
+
+#: What is looked for, and what is done there.
+PATTERNS = (
+    (_times(HEAD), _into_head_or_norm),
+    (_times(ROWS), _into_product),
+    (_times(call("rms_norm", value("x"), weight("weight"), name="product")), _into_product),
+    (call("linear", SCALED, weight("weight")), _into_reader),
+    (call("paged_attention", SCALED), _into_attention),
+)
 
 PASS = Pass(
     name=NAME,

@@ -6,7 +6,7 @@ from torch import fx
 
 from pelton.dtypes import is_dense
 from pelton.ir.graph import Graph
-from pelton.ir.recipe import Scale, is_power_of_two
+from pelton.ir.recipe import Recipe, Scale, is_power_of_two
 from pelton.passes.base import PassContext
 
 #: Types with float32's range: a power of two moves exponents and loses nothing.
@@ -39,3 +39,14 @@ def scale_weight(graph: Graph, weight: fx.Node, factor: float) -> None:
     """Multiply ``factor`` into the weight's recipe."""
     name = name_of(graph, weight)
     graph.recipes[name] = Scale(graph.recipes[name], factor)
+
+
+def set_bias(graph: Graph, linear: fx.Node, recipe: Recipe) -> None:
+    """Give ``linear`` a new bias in place of the one it has, if any."""
+    weight = linear.args[1]
+    assert isinstance(weight, fx.Node)
+    name = name_of(graph, weight).removesuffix("weight") + "bias"
+    while name in graph.recipes:
+        name = f"{name}_"
+    bias = graph.insert_weight(name, recipe, weight, (weight.meta["val"].shape[0],))
+    linear.args = (linear.args[0], weight, bias)

@@ -19,7 +19,7 @@ GATED = call("gated_activation", item(HALVES, 0, name="gate"), item(HALVES, 1), 
 
 def run(graph: Graph, context: PassContext) -> PassReport:
     """Rewrite ``gate, up = split(linear(x, w, b)); gated_activation(gate, up)`` to ``linear_gated``."""
-    return rewrite(graph, context, NAME, GATED, _fuse)
+    return rewrite(graph, context, NAME, PATTERNS)
 
 
 def _fuse(m: Match) -> str | None:
@@ -29,11 +29,14 @@ def _fuse(m: Match) -> str | None:
     return m.fuse("linear_gated", (m["x"], m["weight"], m["bias"], m["kind"]))
 
 
+#: What is looked for, and what is done there.
+PATTERNS = ((GATED, _fuse),)
+
 PASS = Pass(
     name=NAME,
     kind="graph",
     run=run,
     rewrite="gated_activation(split(linear(x))) -> linear_gated(x)",
     bound="float32 rounding",
-    needs=("fuse_gate_mlp",),
+    needs=("fuse_gate_mlp", "gemm_bias"),
 )

@@ -20,21 +20,11 @@ BACK = call("dequantize_q8", tensor("x_q8"), name="back", shared=True)
 PRODUCT = call("linear", BACK, weight("weight"), value("bias"))
 GATED = call("linear_gated", BACK, weight("weight"), value("bias"), value("kind"))
 ROUND_TRIP = call("quantize_q8", BACK)
-OF_VIEW = call("quantize_q8", tensor("view"))
 
 
 def run(graph: Graph, context: PassContext) -> PassReport:
     """Rewrite products of ``dequantize_q8`` to ``*_q8`` ops, and quantise what views look at."""
-    report = rewrite(
-        graph,
-        context,
-        NAME,
-        [
-            (PRODUCT, lambda m: m.fuse("linear_q8", (m["x_q8"], m["weight"], m["bias"]))),
-            (GATED, lambda m: m.fuse("linear_gated_q8", (m["x_q8"], m["weight"], m["bias"], m["kind"]))),
-            (ROUND_TRIP, _cancel),
-        ],
-    )
+    report = rewrite(graph, context, NAME, PATTERNS)
     moved = _move_up(graph)
     for node in reversed(graph.calls):
         if op_name(node) == "dequantize_q8" and not node.users:
@@ -80,6 +70,13 @@ def _same_rows(graph: Graph, x: fx.Node) -> fx.Node:
             origin = node
     return origin
 
+
+#: What is looked for, and what is done there.
+PATTERNS = (
+    (PRODUCT, lambda m: m.fuse("linear_q8", (m["x_q8"], m["weight"], m["bias"]))),
+    (GATED, lambda m: m.fuse("linear_gated_q8", (m["x_q8"], m["weight"], m["bias"], m["kind"]))),
+    (ROUND_TRIP, _cancel),
+)
 
 PASS = Pass(
     name=NAME,

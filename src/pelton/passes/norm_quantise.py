@@ -27,18 +27,7 @@ ADD_NORM = call(
 
 def run(graph: Graph, context: PassContext) -> PassReport:
     """Rewrite ``quantize_q8`` of ``rms_norm`` or ``add_rms_norm`` to ``rms_norm_q8``, ``add_rms_norm_q8``."""
-    return rewrite(
-        graph,
-        context,
-        NAME,
-        [
-            (
-                call("quantize_q8", NORM),
-                lambda m: m.fuse("rms_norm_q8", (m["x"], m["weight"], m["eps"])),
-            ),
-            (call("quantize_q8", item(ADD_NORM, 0)), _fuse_with_sum),
-        ],
-    )
+    return rewrite(graph, context, NAME, PATTERNS)
 
 
 def _fuse_with_sum(m: Match) -> str | None:
@@ -51,6 +40,12 @@ def _fuse_with_sum(m: Match) -> str | None:
         m.graph.erase(norm)
     return why
 
+
+#: What is looked for, and what is done there.
+PATTERNS = (
+    (call("quantize_q8", NORM), lambda m: m.fuse("rms_norm_q8", (m["x"], m["weight"], m["eps"]))),
+    (call("quantize_q8", item(ADD_NORM, 0)), _fuse_with_sum),
+)
 
 PASS = Pass(
     name=NAME,

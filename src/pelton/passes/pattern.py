@@ -4,10 +4,11 @@ A pattern is a tree: ``call(op, *arguments)`` over captured values. What it capt
 inside it must be read by the pattern alone unless it is ``shared``. A place that has the form but
 cannot be rewritten is refused with a reason, which the pass reports:
 
-    SWISH = call("mul", value("x"), call("activation", value("x"), "silu"))
+    SWISH = call("aten.mul.Tensor", value("x"), call("unary", value("x"), "sigmoid"), commutes=True)
+    PATTERNS = ((SWISH, lambda m: m.fuse("activation", (m["x"], "silu"))),)
 
     def run(graph, context):
-        return rewrite(graph, context, NAME, SWISH, lambda m: m.fuse("swish", (m["x"],)))
+        return rewrite(graph, context, NAME, PATTERNS)
 """
 
 from __future__ import annotations
@@ -91,6 +92,17 @@ def number(name: str) -> Value:
 def weight(name: str) -> Value:
     """A weight of the model."""
     return Value(name, lambda graph, found: is_weight(graph, found))
+
+
+def show(pattern: Any) -> str:
+    """The pattern as text: calls by their ops (``*``: may be read elsewhere), captures by their names."""
+    if isinstance(pattern, Value):
+        return pattern.name
+    if not isinstance(pattern, Call):
+        return repr(pattern)
+    ops = " or ".join(op.removeprefix("aten.").partition(".")[0] for op in pattern.ops)
+    inner = ", ".join(map(show, pattern.arguments)) or "..."
+    return f"{ops}{'*' * pattern.shared}({inner})"
 
 
 def is_weight(graph: Graph, node: Any) -> bool:
@@ -226,28 +238,20 @@ Build = Callable[[Match], str | None]
 
 
 def rewrite(
-    graph: Graph,
-    context: PassContext,
-    name: str,
-    patterns: Call | Sequence[tuple[Call, Build]],
-    build: Build | None = None,
+    graph: Graph, context: PassContext, name: str, patterns: Sequence[tuple[Call, Build]]
 ) -> PassReport:
-    """Rewrite every place of the graph that has the form of ``pattern`` with ``build``.
-
-    Several ``patterns`` come with their own ``build`` each; at a node the first that fits is taken.
-    """
-    pairs = [(patterns, build)] if isinstance(patterns, Call) else list(patterns)
+    """Rewrite every place of the graph that has the form of a pattern, each with its own function; at a
+    node the first pattern that fits is taken."""
     matched, changed, skipped = 0, 0, []
     for node in graph.calls:
         if node._erased:
             continue
-        for pattern, make in pairs:
+        for pattern, build in patterns:
             found = match(graph, context, pattern, node)
             if found is None:
                 continue
-            assert make is not None
             where = node.name
-            why = found.why_shared() or make(found)
+            why = found.why_shared() or build(found)
             matched += 1
             if why is None:
                 changed += 1

@@ -23,7 +23,7 @@ def run(graph: Graph, context: PassContext) -> PassReport:
         if op_name(write) != "kv_write":
             continue
         matched += 1
-        why = _fuse(graph, write)
+        why = _fuse(graph, context, write)
         if why is None:
             changed += 1
         else:
@@ -31,7 +31,7 @@ def run(graph: Graph, context: PassContext) -> PassReport:
     return PassReport(name=NAME, matched=matched, changed=changed, skipped=tuple(skipped))
 
 
-def _fuse(graph: Graph, write: fx.Node) -> str | None:
+def _fuse(graph: Graph, context: PassContext, write: fx.Node) -> str | None:
     """Fuse around ``write``; or say why not."""
     k_rope, v, k_cache, v_cache, slots = write.args
     readers = [n for n in k_cache.users if op_name(n) == "paged_attention"]  # type: ignore[union-attr]
@@ -57,6 +57,8 @@ def _fuse(graph: Graph, write: fx.Node) -> str | None:
         q_norm, k_norm = norms
         arguments[:2] = [q_norm.args[0], k_norm.args[0]]
         arguments += [q_norm.args[1], k_norm.args[1], q_norm.args[2]]
+    if not context.supports(graph, NAME, tuple(arguments)):
+        return f"the target has no kernel for {NAME} of these types"
     fused = graph.insert_call(NAME, tuple(arguments), like=write, before=write)
     q_rope.replace_all_uses_with(fused)
     for node in (write, k_rope, q_rope, *norms):
@@ -78,4 +80,5 @@ PASS = Pass(
     run=run,
     rewrite="kv_write(rope(k), v), rope(q) -> rope_kv_write(q, k, v), with the norms of q's and k's heads",
     bound="bit for bit",
+    needs=("attention_bias",),
 )
