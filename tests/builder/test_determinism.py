@@ -13,7 +13,7 @@ from pelton import BuildConfig, build
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 
 config = BuildConfig(max_batch_size=2, max_seq_len=48, max_num_tokens=24)
-build(RandomCheckpoint(TINY_LLAMA, quant="q8_0"), config, output=sys.argv[1])
+build(RandomCheckpoint(TINY_LLAMA, quant="q8_0"), config, output=sys.argv[1], timing_cache=sys.argv[2])
 """
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,8 @@ def test_processes_with_other_hash_seeds_names_and_places_build_the_same_bytes(t
         place.mkdir()
         paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(paths)}
-        subprocess.run([sys.executable, "-c", BUILD, name], check=True, cwd=place, env=environment)
+        command = [sys.executable, "-c", BUILD, name, str(tmp_path / "times.json")]
+        subprocess.run(command, check=True, cwd=place, env=environment)
         engine = place / name
         contents.append({p.relative_to(engine): p.read_bytes() for p in engine.rglob("*") if p.is_file()})
     one, another = contents

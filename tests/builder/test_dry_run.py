@@ -19,7 +19,7 @@ from pelton.models.checkpoint.safetensors_file import SafetensorsFile
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 from tests.builder.streaming_build import write_checkpoint
 
-SMALL = BuildConfig(max_batch_size=2, max_seq_len=48, max_num_tokens=24)
+SMALL = BuildConfig(max_batch_size=2, max_seq_len=48, max_num_tokens=24, timing=False)
 
 
 @pytest.mark.parametrize("quant", ["float32", "bfloat16", "q4_1"])
@@ -37,6 +37,18 @@ def test_a_dry_run_reports_what_the_build_reports(tmp_path: Path, quant: str) ->
     assert planned.machine.expected_seconds > 0 and not built.machine.expected_seconds
     assert "nothing was written" in planned.text()
     assert "not checked" not in planned.text()
+
+
+def test_what_would_be_timed_is_not_timed_but_counted(tmp_path: Path) -> None:
+    made, config = RandomCheckpoint(TINY_LLAMA, quant="q4_1"), msgspec.structs.replace(SMALL, timing=True)
+    times = tmp_path / "times.json"
+    report = build(made, config, output=tmp_path / "e", dry_run=True, timing_cache=times)
+    assert report.machine is not None and report.machine.timed == 0
+    assert "kinds of calls would be timed" in report.text()
+    assert list(tmp_path.iterdir()) == []
+    build(made, config, output=tmp_path / "e", timing_cache=times)
+    again = build(made, config, output=tmp_path / "e", dry_run=True, timing_cache=times)
+    assert "would be timed" not in again.text()
 
 
 @pytest.mark.parametrize("tied", [True, False])

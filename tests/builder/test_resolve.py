@@ -108,6 +108,7 @@ def test_automatic_choices_and_what_is_said(
         ({"activations": "int4"}, "unknown activations 'int4'; did you mean int8"),
         ({"kv_dtype": "fp8"}, "unknown kv_dtype 'fp8'"),
         ({"threads": -1}, "threads must be 0"),
+        ({"fast_build": True, "timing": True}, "timing contradicts fast_build"),
         ({"cpu_level": "avx-512"}, "unknown cpu_level 'avx-512'; did you mean avx512"),
         (
             {"cpu_level": "avx512", "timing": True},

@@ -10,6 +10,7 @@ import msgspec
 
 from pelton.builder.budget import plan_budget
 from pelton.builder.compile import Compiled
+from pelton.builder.measure import BUDGET
 from pelton.builder.report import BuildReport
 from pelton.builder.summary import build_report, engine_config, machine_report
 from pelton.ir.recipe import Recipe
@@ -20,6 +21,8 @@ from pelton.models.checkpoint import Checkpoint
 #: packed and hashed, by kind, and parameters through the reference model, for each step of the check.
 _PACKED = {"dense": 0.25e9, "blocks": 0.15e9}
 _CHECKED = 0.2e9
+#: Seconds to time the tactics of a call.
+_TIMED = 0.4
 
 
 class HeadersOnly(Checkpoint):
@@ -56,12 +59,12 @@ def dry_report(
     """The report of the build that would come. Raises ``ConfigError`` when its engine would not fit."""
     config = engine_config(checkpoint, compiled, None)
     budget = plan_budget(config)
-    machine = machine_report(
-        output, compiled, budget, config.memory.weights, seconds, peak_build, budget.notes()
-    )
-    machine = msgspec.structs.replace(
-        machine, expected_seconds=sum(seconds.values()) + _expected_seconds(compiled, check)
-    )
+    notes, untimed = budget.notes(), compiled.selected.untimed if compiled.config.timing else 0
+    if untimed:
+        notes.append(f"{untimed} kinds of calls would be timed")
+    machine = machine_report(output, compiled, budget, config.memory.weights, seconds, peak_build, notes)
+    rest = min(BUDGET, untimed * _TIMED) + _expected_seconds(compiled, check)
+    machine = msgspec.structs.replace(machine, expected_seconds=sum(seconds.values()) + rest)
     return msgspec.structs.replace(build_report(checkpoint, compiled, budget, None), machine=machine)
 
 

@@ -188,7 +188,9 @@ def _resolve_threads(values: dict[str, Any], notes: list[str]) -> None:
 def _resolve_fast_build(values: dict[str, Any], notes: list[str]) -> None:
     values["fast_build"] = bool(values["fast_build"])
     if values["fast_build"]:
-        notes.append("fast build: only passes that take no time, and a check on one step")
+        if values["timing"]:
+            raise ConfigError("timing contradicts fast_build, which times nothing; leave one of them out")
+        notes.append("fast build: nothing is timed, only passes that take no time, and a check on one step")
 
 
 def _resolve_target(values: dict[str, Any], notes: list[str]) -> None:

@@ -45,6 +45,8 @@ class Selected:
     """Tactics measured in this build."""
     cached: int
     """Tactics whose times were in the cache."""
+    untimed: int = 0
+    """Kinds of calls that have several tactics and no times, so that default orders decided."""
 
 
 class Selector:
@@ -133,6 +135,7 @@ class Selector:
             timing_cache=used,
             timed=measure.timed,
             cached=measure.cached,
+            untimed=len(measure.unknown),
         )
 
     def _timer(self) -> Timer | None:
