@@ -12,8 +12,6 @@ import torch
 
 from pelton import nn
 from pelton.builder.calls import extract
-from pelton.builder.lower import lower
-from pelton.builder.tactics import choose
 from pelton.builder.trace import trace
 from pelton.engine.batch import AttentionMetadata, InputBatch
 from pelton.engine.native_plan import NativePlan
@@ -21,8 +19,8 @@ from pelton.ir.graph import op_name
 from pelton.ir.tensors import HostTensor
 from pelton.kernels import native
 from pelton.kernels.layouts import LAYOUTS
-from pelton.kernels.tactic import all_tactics
 from pelton.nn import functional as F
+from tests.builder.untimed import untimed_plan
 from tests.ir.graph_forward import graph_forward
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not built")
@@ -108,12 +106,7 @@ def test_pytorch_arithmetic_runs_natively(name: str) -> None:
         expected = model(ids, ids, [], [], [], rows)
         graph = trace(copy.deepcopy(model).to("meta"), max_seq_len=64)
         torch.testing.assert_close(graph_forward(graph, model)(ids, ids, [], [], [], rows), expected)
-    program = extract(graph)
-    quants = {
-        v.root: "float32" for c in program.calls for v in c.inputs if v is not None and v.root.is_weight
-    }
-    dims = {"T": 16, "B": 2, "N": 4}
-    plan = lower(program, choose(program.calls, quants, all_tactics(), "float32"), quants, dims)
+    plan = untimed_plan(extract(graph), {"T": 16, "B": 2, "N": 4})
     weights = {n: p.detach().numpy() for n, p in model.named_parameters()}
     packed = {
         b.name: LAYOUTS[b.layout].pack(HostTensor("float32", weights[b.name].shape, weights[b.name]))

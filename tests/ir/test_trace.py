@@ -9,17 +9,15 @@ import torch
 
 from pelton import nn
 from pelton.builder.calls import extract
-from pelton.builder.lower import lower
-from pelton.builder.tactics import choose
 from pelton.builder.trace import trace
 from pelton.engine.plan import Plan
 from pelton.errors import BuildError
 from pelton.ir.graph import Graph, input_key
 from pelton.ir.verifier import effects
-from pelton.kernels.tactic import all_tactics
 from pelton.models.registry import create_model
 from pelton.nn import functional as F
 from pelton.passes import PASSES, PassContext, run_graph_passes, run_model_passes
+from tests.builder.untimed import untimed_plan
 from tests.ir.export_oracle import export
 from tests.ir.graph_forward import graph_forward
 from tests.models import zoo
@@ -90,11 +88,7 @@ def plan_of(graph: Graph) -> Plan:
     """The plan of ``graph`` for float32 weights."""
     context = PassContext(quant_of=lambda _: "float32")
     run_graph_passes(PASSES, graph, context)
-    program = extract(graph)
-    roots = {v.root for call in program.calls for v in call.inputs if v is not None}
-    quants = {r: "float32" for r in roots if r.source and r.source.kind in ("weight", "constant")}
-    choice = choose(program.calls, quants, all_tactics(), "float32")
-    return lower(program, choice, quants, {"T": 40, "B": 4, "N": 40})
+    return untimed_plan(extract(graph), {"T": 40, "B": 4, "N": 40})
 
 
 @pytest.mark.parametrize("architecture", zoo.ZOO)
@@ -149,6 +143,10 @@ def sized(forward: Any) -> nn.CausalLM:
         (lambda m, x, ids, lens: F.softcap(x, float(len(lens))), "makes softcap depend on the step's sizes"),
         (lambda m, x, ids, lens: x[: len(ids) // 2], "makes aten.slice.Tensor depend on the step's sizes"),
         (lambda m, x, ids, lens: x[: len(lens)], "makes aten.slice.Tensor depend on the step's sizes"),
+        (
+            lambda m, x, ids, lens: m.embed.weight[:1].expand(len(ids), 8) + x,
+            "passes the step's T to aten.expand",
+        ),
         (lambda m, x, ids, lens: x[2:], "makes aten.slice.Tensor depend on the step's sizes"),
         (lambda m, x, ids, lens: x * float(lens[0]), "reads the value of a tensor"),
         (lambda m, x, ids, lens: x * lens.max().item(), "reads the value of a tensor"),
@@ -167,6 +165,7 @@ def test_a_forward_that_depends_on_sizes_or_values_is_refused(forward: Any, mess
     [
         lambda m, x, ids, lens: x.view(len(ids), 2, 4).view(x.shape[0], -1),
         lambda m, x, ids, lens: x[: len(ids)] + x.reshape(ids.shape[0], 8),
+        lambda m, x, ids, lens: x.view(-1, 1, 8).expand(len(ids), 2, 8)[:, 1] + x,
     ],
 )
 def test_sizes_that_an_op_can_infer_are_not_baked_in(forward: Any) -> None:

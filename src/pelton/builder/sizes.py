@@ -105,10 +105,12 @@ def _unify(values: Sequence[Any], sizes: Sequence[Sizes], node: fx.Node) -> Any:
 
 def _infer_sizes(node: fx.Node, args: tuple[Any, ...], shapes: list[Any]) -> tuple[Any, ...]:
     """``args`` with sizes left to the op where it can work them out: -1 in a view, no end in a slice."""
-    if node.target in (aten.view.default, aten.reshape.default, aten.expand.default) and _first_named(
-        args[1]
-    ):
+    if node.target in (aten.view.default, aten.reshape.default) and _first_named(args[1]):
         return (args[0], [-1 if isinstance(d, _Named) else d for d in shapes[0]])
+    if node.target is aten.expand.default and isinstance(args[1][0], _Named):
+        # -1 keeps a size, and cannot make one of what had 1.
+        kept = args[0].meta["val"].shape[:1] == node.meta["val"].shape[:1]
+        return (args[0], [-1, *args[1][1:]], *args[2:]) if kept else args
     if node.target is aten.slice.Tensor and len(args) == 4 and isinstance(args[3], _Named) and not args[2]:
         return (*args[:3], sys.maxsize)
     return args
