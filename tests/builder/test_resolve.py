@@ -51,6 +51,7 @@ def test_defaults_of_a_bfloat16_checkpoint() -> None:
         "plugins": {},
         "target": "cpu",
         "cpu_level": "avx2",
+        "model_impl": "auto",
         "passes": {},
     }
     assert notes == ""

@@ -20,7 +20,10 @@ def llama() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not implemented.*LlamaForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "names the architecture MambaForCausalLM.*is LlamaForCausalLM",
+        ),
         ({"architectures": None}, "no 'architectures'"),
         ({"hidden_act": "tanh"}, "hidden_act='tanh' is not implemented.*silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config=.*gptq.*not implemented"),

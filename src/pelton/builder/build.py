@@ -13,10 +13,11 @@ from pelton.builder.clock import Clock, Progress
 from pelton.builder.compile import Compiled, compile_model
 from pelton.builder.directory import check_output, check_space, engine_directory
 from pelton.builder.dry_run import HeadersOnly, dry_report
-from pelton.builder.eager import EagerReference
+from pelton.builder.eager import EagerReference, Reference
 from pelton.builder.engine_files import total_size, write_compact, write_json, write_manifest
 from pelton.builder.facts import model_recipes
 from pelton.builder.gate import QualityGate, evaluate_text, evaluation_blocks
+from pelton.builder.imported_reference import ImportedReference
 from pelton.builder.launches import plan_launches
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
@@ -34,6 +35,7 @@ from pelton.errors import ConfigError
 from pelton.ir.evaluate import infer_shape
 from pelton.models.checkpoint import Checkpoint, open_checkpoint
 from pelton.models.registry import create_model
+from pelton.models.transformers_import.model import ImportedCausalLM
 
 
 def build(
@@ -161,18 +163,25 @@ def _check(
     if compiled.config.fast_build:
         # Each step streams the whole reference model again.
         steps = steps[:1]
-    model = create_model(checkpoint.config, max_seq_len=max_seq_len)
-    recipes = model_recipes(model, checkpoint.source)
-    reference = EagerReference(model, recipes, checkpoint.read, config, blocks)
+    reference: Reference
+    exact = compiled.exact
+    if isinstance(compiled.model, ImportedCausalLM):
+        reference = ImportedReference(compiled.model, checkpoint.source, checkpoint.read, steps, max_seq_len)
+        # It caches nothing, so what a 16-bit cache rounds shows.
+        exact = exact and compiled.config.kv_dtype == "float32"
+    else:
+        model = create_model(checkpoint.config, max_seq_len=max_seq_len)
+        recipes = model_recipes(model, checkpoint.source)
+        reference = EagerReference(model, recipes, checkpoint.read, config, blocks)
     if device_of(str(compiled.config.target)) == "cuda":
         native = gpu_available()
     else:
         native = native_runner.unavailable(compiled.plan) is None
     with Session(folder, kv_blocks=blocks, runner="native" if native else "reference") as session:
-        quality = check_engine(session, reference, steps, exact=compiled.exact)
+        quality = check_engine(session, reference, steps, exact=exact)
     if gate is None:
         return quality
-    del reference, model
+    del reference
     blocks = evaluation_blocks(config)
     with Session(folder, kv_blocks=blocks, runner="native" if native else "reference") as session:
         found = evaluate_text(gate, folder / "tokenizer", session, checkpoint)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pelton.builder.eager import EagerReference
+from pelton.builder.eager import Reference
 from pelton.builder.report import QualityReport
 from pelton.engine.batch import InputBatch
 from pelton.engine.session import Session
@@ -68,7 +68,7 @@ def next_token_loss(logits: Float32, ids: npt.NDArray[np.int32]) -> npt.NDArray[
 
 
 def check_engine(
-    session: Session, reference: EagerReference, steps: Sequence[InputBatch], *, exact: bool
+    session: Session, reference: Reference, steps: Sequence[InputBatch], *, exact: bool
 ) -> QualityReport:
     """Run ``steps`` on both and compare. Raises ``BuildError`` beyond the bound.
 

@@ -19,7 +19,7 @@ from pelton.builder.facts import (
 from pelton.builder.lower import lower
 from pelton.builder.profiles import step_limits
 from pelton.builder.report import PassReport
-from pelton.builder.resolve import resolve
+from pelton.builder.resolve import check_model_impl, resolve
 from pelton.builder.selection import CudaSelector, Selected, Selector
 from pelton.builder.sources import readable, resolve_sources
 from pelton.builder.tactics import supporting
@@ -87,11 +87,13 @@ def compile_model(
     Raises ``ConfigError``, ``CheckpointError`` or ``BuildError``.
     """
     # The model's limits are needed to resolve the settings that the model is made with.
-    draft = create_model(checkpoint.config, max_seq_len=wanted.max_seq_len or 2)
+    impl = check_model_impl(wanted.model_impl)
+    draft = create_model(checkpoint.config, max_seq_len=wanted.max_seq_len or 2, impl=impl)
     config, notes = resolve(wanted, checkpoint_facts(checkpoint, draft))
     assert config.max_seq_len and config.block_size and config.kv_dtype and config.activations
     assert config.max_num_tokens and config.max_batch_size and config.dtype
-    model = create_model(checkpoint.config, max_seq_len=config.max_seq_len)
+    model = create_model(checkpoint.config, max_seq_len=config.max_seq_len, impl=impl)
+    notes += model.notes
     notes += check_tensors(
         expected_tensors(model),
         checkpoint,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,18 +22,23 @@ from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor
-from pelton.nn import functional as F
 
 #: Weights multiplied at a time.
 _PIECE = 1 << 21
 
 
+class Reference(Protocol):
+    """What an engine's logits are held to."""
+
+    def run(self, batch: InputBatch) -> npt.NDArray[np.float32]:
+        """One step -> logits (N, V)."""
+        ...
+
+
 class EagerReference:
     """Runs a model made on the meta device, in float32, on checkpoint weights.
 
-    Projections are computed some rows at a time, of a table the rows of the step's tokens are read, and
-    other modules' own weights are loaded when they run and freed after it. KV caches have ``num_blocks``
-    blocks of the engine's type.
+    KV caches have ``num_blocks`` blocks of the engine's type.
     """
 
     def __init__(
@@ -45,18 +50,7 @@ class EagerReference:
         num_blocks: int,
     ) -> None:
         self._model = model
-        self._recipes = recipes
-        self._read = read
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        for module in model.modules():
-            if type(module).forward is nn.Linear.forward:
-                module.forward = partial(self._linear, module)  # type: ignore[method-assign]
-            elif type(module).forward is nn.Embedding.forward:
-                module.forward = partial(self._embedding, module)  # type: ignore[method-assign]
-            elif any(p is not None for p in module._parameters.values()):
-                module.register_forward_pre_hook(self._load)
-                module.register_forward_hook(self._free)
-        self._meta: dict[torch.nn.Module, dict[str, Any]] = {}
+        StreamedWeights(model, recipes, read)
         self.k_caches: list[Any] = []
         self.v_caches: list[Any] = []
         build = config.build
@@ -86,6 +80,36 @@ class EagerReference:
         result: np.ndarray[Any, np.dtype[np.float32]] = logits.numpy()
         return result
 
+
+class StreamedWeights:
+    """Lets a module that was made on the meta device run in float32 without ever holding its weights.
+
+    Projections are computed some rows at a time, of a table the rows of the tokens are read, and other
+    modules' own weights are loaded when they run and freed after it.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, recipes: Mapping[str, Recipe], read: Callable[[str], HostTensor]
+    ) -> None:
+        self._recipes = recipes
+        self._read = read
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        self._names = {id(tensor): name for name, tensor in tensors if tensor.is_meta}
+        for module in model.modules():
+            if type(module).forward in (nn.Linear.forward, torch.nn.Linear.forward):
+                module.forward = partial(self._linear, module)
+            elif type(module).forward in (nn.Embedding.forward, torch.nn.Embedding.forward):
+                module.forward = partial(self._embedding, module)
+            elif any(self._missing(module)):
+                module.register_forward_pre_hook(self._load)
+                module.register_forward_hook(self._free)
+        self._meta: dict[torch.nn.Module, list[tuple[dict[str, Any], str, Any]]] = {}
+
+    def _missing(self, module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+        """(table, name, tensor) of the module's own tensors that have no values."""
+        tables = (module._parameters, module._buffers)
+        return [(own, n, t) for own in tables for n, t in own.items() if t is not None and t.is_meta]
+
     def _evaluate(self, parameter: Any) -> HostTensor:
         """The parameter's values as the checkpoint has them: a view of the file where possible."""
         name = self._names[id(parameter)]
@@ -97,7 +121,7 @@ class EagerReference:
     def _values(self, parameter: Any) -> Any:
         return torch.from_numpy(_float32(self._evaluate(parameter)))
 
-    def _linear(self, module: Any, x_TD: Any) -> Any:
+    def _linear(self, module: Any, x: Any) -> Any:
         weight = self._evaluate(module.weight)
         bias = None if module.bias is None else self._values(module.bias)
         step = max(1, _PIECE // module.in_features)
@@ -105,23 +129,24 @@ class EagerReference:
         for start in range(0, module.out_features, step):
             rows = slice(start, start + step)
             piece = torch.from_numpy(_float32(_rows(weight, rows)))
-            parts.append(F.linear(x_TD, piece, None if bias is None else bias[rows]))
+            parts.append(torch.nn.functional.linear(x, piece, None if bias is None else bias[rows]))
         return torch.cat(parts, dim=-1)
 
-    def _embedding(self, module: Any, ids_T: Any) -> Any:
-        ids, places = np.unique(ids_T.numpy(), return_inverse=True)
-        table = torch.from_numpy(_float32(_rows(self._evaluate(module.weight), ids)))
-        return F.embedding(torch.from_numpy(places.astype(np.int32)), table)
+    def _embedding(self, module: Any, ids: Any) -> Any:
+        wanted, places = np.unique(ids.numpy(), return_inverse=True)
+        table = torch.from_numpy(_float32(_rows(self._evaluate(module.weight), wanted)))
+        return table[torch.from_numpy(places.reshape(ids.shape))]
 
     def _load(self, module: torch.nn.Module, _: Any) -> None:
-        self._meta[module] = dict(module._parameters)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                values = self._values(parameter)
-                module._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
+        self._meta[module] = self._missing(module)
+        for own, name, tensor in self._meta[module]:
+            values = self._values(tensor)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            own[name] = torch.nn.Parameter(values, requires_grad=False) if is_parameter else values
 
     def _free(self, module: torch.nn.Module, *_: Any) -> None:
-        module._parameters.update(self._meta.pop(module))
+        for own, name, tensor in self._meta.pop(module):
+            own[name] = tensor
 
 
 def _rows(tensor: HostTensor, which: Any) -> HostTensor:

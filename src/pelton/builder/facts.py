@@ -43,6 +43,8 @@ def model_recipes(model: nn.CausalLM, source: Callable[[str], Recipe]) -> dict[s
 
 def expected_tensors(model: nn.CausalLM) -> dict[str, tuple[int, ...]]:
     """Hugging Face tensors that the (not yet rewritten) model reads, with their shapes."""
+    if model.source_shapes is not None:
+        return dict(model.source_shapes)
     expected: dict[str, tuple[int, ...]] = {}
     for name, recipe in nn.collect_recipes(model).items():
         shape = tuple(model.get_parameter(name).shape)

@@ -30,6 +30,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("float32", "int8")
 KV_DTYPES = ("float32", "float16", "bfloat16")
+MODEL_IMPLS = ("auto", "pelton", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +80,14 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     _resolve_threads(values, notes)
     _resolve_fast_build(values, notes)
     _resolve_target(values, notes)
+    values["model_impl"] = check_model_impl(values["model_impl"])
     _resolve_passes(values)
     return BuildConfig(**values), notes
+
+
+def check_model_impl(value: str | None) -> str:
+    """The setting, ``auto`` where it is not set; raises ``ConfigError`` on an unknown one."""
+    return str(_choice("model_impl", value or "auto", MODEL_IMPLS))
 
 
 def _resolve_lengths(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:

@@ -77,6 +77,9 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_level: str | None = None
     """CPU level whose kernels may be used (this machine's): generic, avx2, avxvnni, avx512, avx512bf16, or
     any: kernels that run everywhere."""
+    model_impl: str | None = None
+    """Where the model's definition comes from: pelton (its file in ``models/``), transformers (imported),
+    or auto: the file where there is one, else imported (auto)."""
     passes: dict[str, PassMode] = {}
     """Compiler passes by name: ``auto``, ``force`` (fail the build where it does not apply) or ``off``.
     Those that are not named are auto."""

@@ -24,7 +24,7 @@ ACTIVATIONS = {
 }
 
 #: Keys that say nothing about the computation of logits at inference.
-_INERT = frozenset(
+INERT = frozenset(
     """
     _name_or_path add_cross_attention architectures attention_dropout attn_implementation
     _attn_implementation_autoset attn_pdrop auto_map bos_token_id cache_implementation
@@ -197,5 +197,5 @@ class HFConfig:
 
     def unread(self) -> tuple[str, ...]:
         """Keys that were not read and are not known to be inert, sorted; of nested ones too."""
-        own = set(self._values) - self._read - _INERT
+        own = set(self._values) - self._read - INERT
         return tuple(sorted(own.union(*(child.unread() for child in self._children))))

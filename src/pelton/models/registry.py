@@ -12,6 +12,7 @@ import torch
 from pelton import nn
 from pelton.errors import CheckpointError
 from pelton.models.hf_config import HFConfig
+from pelton.models.transformers_import import import_model
 from pelton.registry import Registry
 
 M = TypeVar("M", bound=nn.CausalLM)
@@ -59,29 +60,42 @@ def register_model(name: str) -> Callable[[type[M]], type[M]]:
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> str:
-    """The architecture's name; raises ``CheckpointError`` where it is missing or unknown."""
+    """The architecture's name: the first that Pelton has a file for, else the first; raises
+    ``CheckpointError`` where there is none."""
     names = hf_config.get("architectures") or []
     if not names:
         raise CheckpointError("config.json has no 'architectures': it does not say which model this is")
-    for name in names:
-        if name not in ARCHITECTURES:
-            for entry in importlib.metadata.entry_points(group="pelton.models", name=name):
-                entry.load()
-        if name in ARCHITECTURES:
-            return str(name)
-    raise CheckpointError(
-        f"the architecture {names[0]} is not implemented (known: {', '.join(sorted(ARCHITECTURES))})"
-    )
+    return next((str(name) for name in names if _is_known(name)), str(names[0]))
 
 
-def create_model(hf_config: Mapping[str, Any], *, max_seq_len: int) -> nn.CausalLM:
+def _is_known(name: str) -> bool:
+    if name not in ARCHITECTURES:
+        for entry in importlib.metadata.entry_points(group="pelton.models", name=name):
+            entry.load()
+    return name in ARCHITECTURES
+
+
+def create_model(hf_config: Mapping[str, Any], *, max_seq_len: int, impl: str = "auto") -> nn.CausalLM:
     """The model of a Hugging Face configuration, on the meta device: parameters take no memory.
 
     ``max_seq_len`` is the engine's: RoPE tables that depend on length are made for it, and sliding
-    windows that reach as far become full attention. Raises ``CheckpointError`` on an unknown
-    architecture and on an option that the model does not implement.
+    windows that reach as far become full attention. ``impl``: "pelton" for the architecture's own file,
+    "transformers" to import the model, "auto" for the file where there is one. Raises
+    ``CheckpointError`` on an unknown architecture and on an option that the model does not implement.
     """
     name = architecture_of(hf_config)
+    own = _is_known(name)
+    model: nn.CausalLM
+    if impl == "transformers" or (impl == "auto" and not own):
+        model = import_model(hf_config, max_seq_len=max_seq_len)
+        why = "as model_impl asks" if own else "since Pelton has no file of its own for it"
+        model.notes = (f"{name} is imported from {model.origin}, {why}",)
+        return model
+    if not own:
+        raise CheckpointError(
+            f"the architecture {name} is not implemented (known: {', '.join(sorted(ARCHITECTURES))}); "
+            "model_impl transformers imports others"
+        )
     entry = ARCHITECTURES[name]
     if isinstance(entry, str):
         module, _, attribute = entry.partition(":")

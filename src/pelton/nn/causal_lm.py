@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pelton.nn.attention import AttentionInputs
@@ -37,6 +37,10 @@ class CausalLM(Module):
     max_position_embeddings: int
     ignored_options: tuple[str, ...] = ()
     """Keys of the checkpoint's configuration that Pelton does not know; the build reports them."""
+    source_shapes: Mapping[str, tuple[int, ...]] | None = None
+    """Shapes of the checkpoint's tensors by name, of a model whose recipes do not say them."""
+    notes: tuple[str, ...] = ()
+    """Sentences about the model for the build report."""
 
     @abstractmethod
     def layer_kv(self) -> Sequence[LayerKV]:
