@@ -26,6 +26,9 @@ from pelton.engine.batch import AttentionMetadata, InputBatch
 from pelton.ir.tensors import HostTensor, f32_to_bf16
 from pelton.models.checkpoint import Checkpoint, TensorInfo
 from pelton.models.registry import create_model
+from pelton.runtime.config import ExecutorConfig
+from pelton.runtime.executor import Executor
+from pelton.runtime.validation import resolve_requests
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,6 +59,11 @@ TABLE = {
     ("f", 64): (5.6, 7.68, 6.2),
     ("f", 128): (7.6, 10.6, 8.5),
     ("f", 256): (13.2, 18.0, 14.5),
+}
+#: (test, requests, prompt, answer) -> floor, vLLM, goal: output tokens per second.
+THROUGHPUT = {
+    ("d", 512, 512, 256): (13600, 10016, 12300),
+    ("e", 1024, 128, 128): (23500, 14568, 20000),
 }
 NAMES = {
     "b": "decode, batch {}, 128 in 256 out, per token",
@@ -164,6 +172,25 @@ def measure(driver: Driver, only: set[str]) -> dict[tuple[str, int], float]:
     return found
 
 
+def throughput(session: pelton.Session, requests: int, prompt: int, answer: int) -> float:
+    """Output tokens per second of ``requests`` that come at once, greedy, to their full length."""
+    executor = Executor(session, ExecutorConfig(max_waiting=requests, enable_prefix_caching=False))
+    params = pelton.SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+    rng = np.random.default_rng(2)
+    for i in range(requests):
+        ids = rng.integers(3, 100000, prompt).tolist()
+        for request in resolve_requests(ids, params, session.config, None, str(i), 0):
+            executor.add(request)
+    tokens, steps, start = 0, 0, time.perf_counter()
+    while executor.has_work:
+        tokens += sum(len(update.new_token_ids) for update in executor.step())
+        steps += 1
+    seconds = time.perf_counter() - start
+    assert tokens == requests * answer, tokens
+    print(f"  {requests} requests: {steps} steps, {1e3 * seconds / steps:.2f} ms each", flush=True)
+    return tokens / seconds
+
+
 def profile(driver: Driver, batch: InputBatch) -> list[tuple[str, float, int]]:
     """(op, GPU milliseconds of a step without graphs, calls), most first."""
     runner: Any = driver.session._runner
@@ -181,14 +208,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", type=Path, default=Path(".cache/llama-8b-shape.engine"))
-    parser.add_argument("--only", default="b,c,f")
+    parser.add_argument("--only", default="b,c,d,e,f")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not args.engine.exists():
         args.engine.parent.mkdir(parents=True, exist_ok=True)
         config = pelton.BuildConfig(
-            target="cuda", max_seq_len=8448, max_num_tokens=8192, max_batch_size=256, dtype="bfloat16"
+            target="cuda", max_seq_len=8448, max_num_tokens=8192, max_batch_size=512, dtype="bfloat16"
         )
         report = pelton.build(RandomLlama(LLAMA_8B), config, output=args.engine, check=False)
         print(report.text(), flush=True)
@@ -202,6 +229,12 @@ def main() -> None:
             floor, peer, goal = TABLE[key]
             name = NAMES[key[0]].format(key[1])
             print(f"{name:<44}{floor or '':>8}{peer:>8}{goal:>8}{ms:>9.2f}{ms / peer:>7.2f}", flush=True)
+        for (test, requests, prompt, answer), (floor, peer, goal) in THROUGHPUT.items():
+            if test in args.only.split(","):
+                throughput(session, 16, 64, 64)  # loads kernels
+                rate = throughput(session, requests, prompt, answer)
+                name = f"{requests} requests, {prompt} in {answer} out, tok/s"
+                print(f"{name:<44}{floor:>8}{peer:>8}{goal:>8}{rate:>9.0f}{rate / peer:>7.2f}", flush=True)
         if args.profile:
             for new, totals in ((1, [1025]), (1, [1025] * 64), (2048, [2048])):
                 print(f"-- {len(totals)} sequences, {new} new tokens each")

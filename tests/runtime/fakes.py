@@ -10,12 +10,15 @@ hash of the chain, so a wrong token anywhere before changes the answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pelton.engine.batch import InputBatch, StepResult
+from pelton.engine.batch_sampling import SamplingInputs
 from pelton.engine.config import BuildConfig, EngineConfig, KVGroup, MemoryPlan, ModelConfig
+from pelton.kernels.sampling import reference
 
 MASK = (1 << 64) - 1
 ROOT = 0x9E3779B97F4A7C15
@@ -252,3 +255,46 @@ def reference_answer(
         answer.append(token)
         chain, length = next_chain(chain, token), length + 1
     return answer
+
+
+class SubmittingSession(FakeSession):
+    """Samples by itself, as a GPU's session does: tokens are had only from what ``submit`` returns."""
+
+    samples = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sampled = np.zeros(0, np.int32)
+        self.in_flight = 0
+
+    def submit(self, batch: InputBatch, sampling: SamplingInputs) -> FakePending:
+        assert self.in_flight < 2, "three steps in flight"
+        ids = batch.input_ids_T
+        waits = ids < 0
+        resolved = np.where(waits, self._sampled[np.where(waits, -1 - ids, 0)] if waits.any() else 0, ids)
+        logits_NV = self.run(replace(batch, input_ids_T=resolved.astype(np.int32))).logits_NV
+        assert len(logits_NV) == len(sampling.temperature_N)
+        self._sampled = np.array([self._draw(row, sampling, n) for n, row in enumerate(logits_NV)], np.int32)
+        self.in_flight += 1
+        return FakePending(self, self._sampled)
+
+    @staticmethod
+    def _draw(logits_V: np.ndarray[Any, Any], sampling: SamplingInputs, n: int) -> int:
+        if not np.isfinite(logits_V.max()):
+            return -1
+        t = sampling.temperature_N[n]
+        if t == 0:
+            return int(logits_V.argmax())
+        limits = int(sampling.top_k_N[n]), float(sampling.top_p_N[n]), float(sampling.min_p_N[n])
+        return reference._choose(logits_V, t, *limits, float(sampling.uniform_N[n]))
+
+
+class FakePending:
+    def __init__(self, session: SubmittingSession, tokens: np.ndarray[Any, Any]) -> None:
+        self._session, self._tokens, self._taken = session, tokens, False
+
+    def tokens(self) -> np.ndarray[Any, Any]:
+        if not self._taken:
+            self._taken = True
+            self._session.in_flight -= 1
+        return self._tokens

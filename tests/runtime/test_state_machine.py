@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pelton.engine.config import EngineConfig
 from pelton.errors import RequestError
 from pelton.kernels.sampling.reference import log_softmax_topk, sample
 from pelton.runtime.config import ExecutorConfig
@@ -21,7 +22,15 @@ from pelton.runtime.executor import Executor
 from pelton.runtime.request import Request, RequestUpdate, SamplingParams
 from pelton.runtime.sequence import Sequence
 from pelton.runtime.validation import resolve_requests
-from tests.runtime.fakes import ROOT, FakeSession, chain_logits, fake_config, next_chain, reference_answer
+from tests.runtime.fakes import (
+    ROOT,
+    FakeSession,
+    SubmittingSession,
+    chain_logits,
+    fake_config,
+    next_chain,
+    reference_answer,
+)
 
 VOCAB = 50
 FAMILIES = [[family * 7 + i % 5 for i in range(24)] for family in range(3)]
@@ -73,12 +82,15 @@ class ExecutorMachine(RuleBasedStateMachine):
             max_num_tokens=max_num_tokens,
         )
         self.fail_next = False
-        self.session = FakeSession(self.config, num_blocks, before_run=self.maybe_fail)
+        self.session = self.make_session(self.config, num_blocks)
         self.executor = Executor(self.session, ExecutorConfig(enable_prefix_caching=caching, max_waiting=12))
         self.requests: dict[str, Request] = {}
         self.updates: dict[str, list[RequestUpdate]] = {}
         self.aborted: set[str] = set()
         self.count = 0
+
+    def make_session(self, config: EngineConfig, num_blocks: int) -> FakeSession:
+        return FakeSession(config, num_blocks, before_run=self.maybe_fail)
 
     def maybe_fail(self, batch: object) -> None:
         if self.fail_next:
@@ -240,11 +252,34 @@ TestExecutor.settings = settings(
 )
 
 
+class AheadMachine(ExecutorMachine):
+    """The same walk, one step ahead of the host; requests that need the host's logits come between."""
+
+    def make_session(self, config: EngineConfig, num_blocks: int) -> FakeSession:
+        return SubmittingSession(config, num_blocks)
+
+    def one_step(self) -> None:
+        # A step may only take what the one before has sampled, so that single steps need no progress;
+        # that all work ends, teardown shows.
+        for update in self.executor.step():
+            self.updates.setdefault(update.request_id, []).append(update)
+            assert update.finish_reason != "error", update.error
+
+
+TestExecutorAhead = AheadMachine.TestCase
+TestExecutorAhead.settings = TestExecutor.settings
+
+
 class _Longer(ExecutorMachine):
     pass
 
 
+class _LongerAhead(AheadMachine):
+    pass
+
+
 TestExecutorLonger = pytest.mark.timeout(1500)(pytest.mark.slow(_Longer.TestCase))
-TestExecutorLonger.settings = settings(
+TestExecutorLongerAhead = pytest.mark.timeout(1500)(pytest.mark.slow(_LongerAhead.TestCase))
+TestExecutorLonger.settings = TestExecutorLongerAhead.settings = settings(
     max_examples=200, stateful_step_count=80, deadline=None, suppress_health_check=CHECKS
 )

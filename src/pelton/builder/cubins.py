@@ -14,6 +14,12 @@ from pelton.engine.cuda.code import Work as StoredWork
 from pelton.engine.resources import cores
 from pelton.errors import BuildError, MissingDependencyError
 from pelton.kernels.launch import KernelSource, LaunchSpec, Work
+from pelton.kernels.sampling.cuda import resolve_source, sampler_source
+
+
+#: Shared memory that a block may have, bytes, by compute capability.
+MAX_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+_LEAST_SHARED = 99 << 10
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,11 @@ def compile_kernel(source: KernelSource, sm: int) -> Cubin:
             f"the kernel {source.function} could not be compiled for sm_{sm}: {type(error).__name__}: {error}"
         ) from error
     metadata = compiled.metadata
+    if metadata.shared > MAX_SHARED.get(sm, _LEAST_SHARED):
+        raise BuildError(
+            f"the kernel {source.function} wants {metadata.shared} bytes of shared memory; sm_{sm} has "
+            f"{MAX_SHARED.get(sm, _LEAST_SHARED)}"
+        )
     if metadata.global_scratch_size:
         raise BuildError(f"the kernel {source.function} wants scratch memory of its own")
     return Cubin(
@@ -84,6 +95,7 @@ class CodeWriter:
     """Gathers the launches of a plan's instructions, compiles their kernels once, writes the files."""
 
     sm: int
+    vocab: int
     launches: list[dict[str, tuple[tuple[Work, ...], tuple[Work, ...] | None]]] = field(default_factory=list)
 
     def add(self, by_tactic: dict[str, tuple[tuple[Work, ...], tuple[Work, ...] | None]]) -> None:
@@ -94,7 +106,7 @@ class CodeWriter:
         """The kernels, each once, in the order of first use."""
         variants = (v for by_tactic in self.launches for pair in by_tactic.values() for v in pair if v)
         found = (spec.kernel for works in variants for spec in works if isinstance(spec, LaunchSpec))
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys((*found, sampler_source(self.vocab), resolve_source())))
 
     def write(self, folder: Path, progress: Callable[[str, int, int], None]) -> Code:
         """Compile into ``folder`` (an engine's ``compiled``) -> what ``code.json`` says."""
@@ -127,6 +139,8 @@ class CodeWriter:
                 }
                 for by_tactic in self.launches
             ),
+            sampler=index[sampler_source(self.vocab)],
+            resolve=index[resolve_source()],
         )
 
     def _compile_all(self, sources: Sequence[KernelSource]) -> list[Cubin]:

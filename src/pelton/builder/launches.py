@@ -20,7 +20,7 @@ def plan_launches(plan: Plan, tables: Sequence[Table], sm: int) -> CodeWriter:
 
     Raises ``BuildError`` for an instruction that no tactic can run.
     """
-    writer = CodeWriter(sm)
+    writer = CodeWriter(sm, int(plan.operands[plan.logits].shape[1]))
     for instruction, table in zip(plan.instructions, tables, strict=True):
         if not table:
             raise BuildError(

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, runtime_checkable
 from pelton.engine import native_runner
 from pelton.engine.artifact import Engine, open_engine
 from pelton.engine.batch import InputBatch, StepResult
+from pelton.engine.batch_sampling import PendingStep, SamplingInputs
 from pelton.engine.config import EngineConfig
 from pelton.engine.cuda.open import gpu_device, gpu_free
 from pelton.engine.kv_cache import KVCaches, allocate, resolve_num_blocks
@@ -38,6 +39,13 @@ class Reloadable(Protocol):
     """A runner that takes other weights in place, where a second copy would not fit."""
 
     def reload(self, engine: Engine) -> None: ...
+
+
+@runtime_checkable
+class Submitting(Protocol):
+    """A runner that samples on its device."""
+
+    def submit(self, batch: InputBatch, sampling: SamplingInputs) -> PendingStep: ...
 
 
 class Session:
@@ -116,6 +124,23 @@ class Session:
             if name not in self._names:
                 raise ValueError(f"the engine has no tensor {name!r}")
         return self._runner.run(batch, outputs)
+
+    @property
+    def samples(self) -> bool:
+        """Whether ``submit`` works: the device samples by itself and runs ahead of the host."""
+        return self._device is not None
+
+    def submit(self, batch: InputBatch, sampling: SamplingInputs) -> PendingStep:
+        """Start a step that samples from each row of its logits (``samples``); at most two may be in flight.
+
+        Ids below zero stand for tokens that the step submitted before samples: -1 for its first row.
+        Raises ``ValueError`` when ``batch`` breaks the contract.
+        """
+        if self._runner is None:
+            raise PeltonError("the session is closed; open a new one")
+        assert isinstance(self._runner, Submitting)
+        self._checker.check(batch, unsampled=True)
+        return self._runner.submit(batch, sampling)
 
     def update_weights(self, engine: Engine) -> None:
         """Run the weights of ``engine``, which has this one's plan, from the next step on.

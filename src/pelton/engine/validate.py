@@ -24,14 +24,17 @@ class BatchChecker:
         self._num_blocks = num_blocks
         self._max_logits = max_logits
 
-    def check(self, batch: InputBatch) -> None:
-        """Raise ``ValueError`` unless the engine can run ``batch``."""
+    def check(self, batch: InputBatch, *, unsampled: bool = False) -> None:
+        """Raise ``ValueError`` unless the engine can run ``batch``.
+
+        ``unsampled``: ids below zero stand for tokens of the step before.
+        """
         tokens = batch.input_ids_T.size
         _array("input_ids", batch.input_ids_T, (tokens,))
         _array("positions", batch.positions_T, (tokens,))
         if not 1 <= tokens <= self._max_tokens:
             raise ValueError(f"a step has 1 to {self._max_tokens} tokens (max_num_tokens), not {tokens}")
-        _range("input_ids", batch.input_ids_T, 0, self._vocab)
+        _range("input_ids", batch.input_ids_T, -self._max_logits if unsampled else 0, self._vocab)
         _range("positions", batch.positions_T, 0, self._max_seq_len)
         wanted = batch.logits_indices_N.size
         _array("logits_indices", batch.logits_indices_N, (wanted,))

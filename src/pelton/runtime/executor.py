@@ -18,6 +18,7 @@ import numpy as np
 from pelton.engine.artifact import Engine
 from pelton.engine.batch import Float32, ModelSession
 from pelton.errors import EngineError, NotReadyError, QueueFullError, RequestError
+from pelton.runtime.ahead import Ahead, InFlight, needs_host
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.input_batch import InputBatchBuilder
 from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
@@ -117,7 +118,11 @@ class Executor:
             num_columns=self.kv.num_columns,
             max_num_seqs=self.config.max_num_seqs,
         )
+        self._ahead = Ahead(session, self.scheduler, self._batches) if trace is None else None
+        """Runs steps ahead of the host, where the session samples by itself."""
         self._sequences: dict[str, Sequence] = {}
+        self._host_sampled = 0
+        """Sequences that need their logits on the host."""
         self._ended: list[RequestUpdate] = []
         self._closed = False
         self._arrivals = self._steps = 0
@@ -135,7 +140,7 @@ class Executor:
     @property
     def has_work(self) -> bool:
         """True while ``step`` has something to compute or to report."""
-        return bool(self._sequences or self._ended)
+        return bool(self._sequences or self._ended or (self._ahead and self._ahead.in_flight))
 
     def add(self, request: Request) -> None:
         """Queue a validated request (``runtime.validation``).
@@ -172,6 +177,7 @@ class Executor:
             keys=self._prefix_keys(request.cache_salt),
         )
         self._arrivals += 1
+        self._host_sampled += needs_host(sequence)
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
         if self._trace is not None:
@@ -196,6 +202,10 @@ class Executor:
     def step(self) -> list[RequestUpdate]:
         """Run one step; the updates of the requests that got tokens or ended."""
         updates, self._ended = self._ended, []
+        if self._ahead is not None and self._ahead.available:
+            if not self._host_sampled:
+                return updates + self._step_ahead(self._ahead)
+            updates += self._collect(self._ahead)
         output = self.scheduler.schedule()
         if output.scheduled:
             self._steps += 1
@@ -204,6 +214,46 @@ class Executor:
             self._last_progress = time.monotonic()
             if self._trace is not None:
                 self._trace.step(output, new)
+        return updates
+
+    def _step_ahead(self, ahead: Ahead) -> list[RequestUpdate]:
+        """Start the next step, then take what the one before it has sampled."""
+        output = self.scheduler.schedule()
+        before = ahead.take()
+        if output.scheduled:
+            ahead.submit(output.scheduled)
+            self._steps += 1
+            self._computed_tokens += output.num_tokens
+            self._last_progress = time.monotonic()
+        return self._take(before)
+
+    def _collect(self, ahead: Ahead) -> list[RequestUpdate]:
+        """Wait for the step in flight, if there is one."""
+        return self._take(ahead.take())
+
+    def _take(self, flight: InFlight | None) -> list[RequestUpdate]:
+        """Commit what a step in flight computed. Who has ended meanwhile is left out."""
+        updates: list[RequestUpdate] = []
+        for s, holds, token in flight.results() if flight is not None else ():
+            sequence = s.sequence
+            if self._sequences.get(sequence.request_id) is not sequence:
+                continue
+            if holds:
+                self.scheduler.settle(sequence, s.num_computed + s.num_new)
+            if token is None:
+                continue
+            if token < 0:
+                updates.append(self._end(sequence, "error", error=not_finite(sequence.num_known - 1)))
+                continue
+            sequence.reveal(token)
+            self._generated_tokens += 1
+            self._last_progress = time.monotonic()
+            sampled = Sampled(token)
+            reason, stop = _finish_reason(sequence, token)
+            if reason is None:
+                updates.append(self._update(sequence, sampled))
+            else:
+                updates.append(self._end(sequence, reason, sampled=sampled, stop=stop))
         return updates
 
     def _run(self, scheduled: Seq[ScheduledSequence], retried: bool = False) -> list[RequestUpdate]:
@@ -274,6 +324,7 @@ class Executor:
         error: str | None = None,
     ) -> RequestUpdate:
         del self._sequences[sequence.request_id]
+        self._host_sampled -= needs_host(sequence)
         self.scheduler.remove(sequence)
         self._finished[reason] += 1
         return self._update(sequence, sampled, reason, stop, error)
@@ -286,7 +337,7 @@ class Executor:
         stop: int | None = None,
         error: str | None = None,
     ) -> RequestUpdate:
-        first = sequence.num_output_tokens == 1 and sampled is not None
+        first = sequence.num_known_output_tokens == 1 and sampled is not None
         return RequestUpdate(
             request_id=sequence.request_id,
             new_token_ids=(sampled.token,) if sampled is not None else (),
@@ -317,6 +368,8 @@ class Executor:
         update = getattr(self.session, "update_weights", None)
         if update is None:
             raise EngineError("this session's weights cannot be replaced; start a new one")
+        if self._ahead is not None:
+            self._ended += self._collect(self._ahead)
         update(engine)
         self.recompute_all()
 
@@ -364,6 +417,8 @@ class Executor:
     def close(self) -> None:
         """Abort everything in flight; idempotent. The session stays open."""
         self._closed = True
+        if self._ahead is not None:
+            self._ended += self._collect(self._ahead)
         for request_id in list(self._sequences):
             self.abort(request_id)
 
@@ -383,11 +438,11 @@ def _finish_reason(sequence: Sequence, token: int) -> tuple[FinishReason | None,
     """Why ``token`` ends the answer, and which stop token did; as in vLLM an end-of-sequence token is
     not named."""
     params = sequence.request.sampling
-    if sequence.num_output_tokens >= params.min_tokens:
+    if sequence.num_known_output_tokens >= params.min_tokens:
         if token in sequence.eos_token_ids and not params.ignore_eos:
             return "stop", None
         if token in params.stop_token_ids:
             return "stop", token
-    if sequence.num_output_tokens >= sequence.max_tokens:
+    if sequence.num_known_output_tokens >= sequence.max_tokens:
         return "length", None
     return None, None

@@ -116,6 +116,9 @@ class Scheduler:
                 runner = waiter
             if runner is None:
                 break
+            if runner.complete:  # its last token is being sampled
+                i += 1
+                continue
             chunk = self._chunk(runner, i, budget, rows)
             if chunk is not None:
                 scheduled.append(chunk)
@@ -181,7 +184,8 @@ class Scheduler:
     def _note_keys(self, chunk: ScheduledSequence) -> None:
         """Remember which blocks of prefix the step fills."""
         keys, size = chunk.sequence.keys, self.kv.block_size
-        first, last = chunk.num_computed // size, (chunk.num_computed + chunk.num_new) // size
+        first = chunk.num_computed // size
+        last = min(chunk.num_computed + chunk.num_new, chunk.sequence.num_known) // size
         if keys is not None and last > first:
             self._keys_in_step.update(keys.upto(chunk.sequence.tokens, last)[first:last])
 
@@ -202,7 +206,15 @@ class Scheduler:
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
         """A step has computed the KV of the first ``num_computed`` tokens."""
+        self.advance(sequence, num_computed)
+        self.settle(sequence, num_computed)
+
+    def advance(self, sequence: Sequence, num_computed: int) -> None:
+        """A step that will compute the first ``num_computed`` tokens is on its way."""
         sequence.num_computed = num_computed
+
+    def settle(self, sequence: Sequence, num_computed: int) -> None:
+        """The KV of the first ``num_computed`` tokens, all known, is there: index and release blocks."""
         if sequence.keys is not None:
             full = num_computed // self.kv.block_size
             if full > sequence.kv.num_indexed_blocks:

@@ -26,6 +26,7 @@ class Sequence:
         "num_computed",
         "num_preemptions",
         "num_tokens",
+        "num_unknown",
         "order",
         "processor",
         "prompt_logprobs",
@@ -54,6 +55,8 @@ class Sequence:
         self.tokens: npt.NDArray[np.int32] = np.empty(len(prompt) + max_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
         self.num_tokens = len(prompt)
+        self.num_unknown = 0
+        """Last tokens that are placeholders: steps in flight are still sampling them."""
         self.num_computed = 0
         self.kv = kv
         self.keys = keys
@@ -90,6 +93,30 @@ class Sequence:
             return 0
         return self.num_prompt_tokens - 1
 
+    @property
+    def num_known(self) -> int:
+        """Leading tokens whose values are known."""
+        return self.num_tokens - self.num_unknown
+
+    @property
+    def num_known_output_tokens(self) -> int:
+        return self.num_known - len(self.request.prompt_token_ids)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has all the tokens it may have, known or not."""
+        return self.num_output_tokens >= self.max_tokens
+
     def append(self, token: int) -> None:
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
+
+    def expect(self, placeholder: int) -> None:
+        """A token that a step in flight is sampling; below zero, as ``Session.submit`` takes it."""
+        self.append(placeholder)
+        self.num_unknown += 1
+
+    def reveal(self, token: int) -> None:
+        """The value of the first token that is still unknown."""
+        self.tokens[self.num_known] = token
+        self.num_unknown -= 1

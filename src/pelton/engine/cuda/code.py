@@ -58,3 +58,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     """Compute capability that the cubins are for."""
     kernels: tuple[Kernel, ...]
     launches: tuple[dict[str, Variants], ...]
+    sampler: int
+    """Kernel that takes tokens from logits (``kernels.sampling.cuda``)."""
+    resolve: int
+    """Kernel that puts tokens into the next step's ids."""

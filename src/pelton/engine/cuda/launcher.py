@@ -33,6 +33,8 @@ class _Bound:
 
     def run(self, stream: Stream, dims: Mapping[str, int]) -> None:
         grid = [sum(term.value(dims) for term in axis) for axis in self.launch.grid]
+        if 0 in grid:  # a step may want no logits at all
+            return
         self.config.grid[:] = grid + [1] * (3 - len(grid))
         self.config.stream = stream.handle
         code = library().cuLaunchKernelEx(C.byref(self.config), self.function.handle, self.parameters, None)
@@ -51,7 +53,8 @@ class _Product:
         self._arguments = msgspec.structs.asdict(work) | {"x": x, "weight": weight, "out": out}
 
     def run(self, stream: Stream, dims: Mapping[str, int]) -> None:
-        self._cublas.matmul(stream, tokens=dims[self._rows], **self._arguments)
+        if dims[self._rows]:
+            self._cublas.matmul(stream, tokens=dims[self._rows], **self._arguments)
 
 
 class _Work(Protocol):

@@ -1,13 +1,14 @@
-"""Runs a plan on an NVIDIA GPU: inputs in through pinned memory, launches, logits out.
+"""Runs a plan on an NVIDIA GPU: inputs in through pinned memory, launches, logits or tokens out.
 
 Steps in which every sequence gets one token (decode) are captured into CUDA graphs, one per bucket of
-sequences, at first use: a smaller step is padded with sequences that own no KV.
+sequences, at first use: a smaller step is padded with sequences that own no KV. A submitted step runs while
+the host prepares the next one, whose token ids may stand for tokens that are still being sampled.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -16,30 +17,45 @@ import numpy.typing as npt
 from pelton.dtypes import ITEMSIZE
 from pelton.engine.artifact import Engine
 from pelton.engine.batch import Float32, InputBatch, StepResult
+from pelton.engine.batch_sampling import Int32, SamplingInputs
 from pelton.engine.cuda.code import Code
+from pelton.engine.cuda.inputs import DeviceInputs
 from pelton.engine.cuda.launcher import Launcher
+from pelton.engine.cuda.sampler import DeviceSampler, Slot
 from pelton.engine.cuda.weights import DeviceWeights
-from pelton.engine.plan import Buffer, Instruction, Operand
-from pelton.engine.shards import align
-from pelton.engine.step_inputs import step_dims, step_inputs
+from pelton.engine.plan import Instruction, Operand
+from pelton.engine.step_inputs import step_dims
 from pelton.errors import EngineError
 from pelton.kernels.gpu.driver import Device, Event, Graph, Memory, PinnedMemory, Stream, capture
 from pelton.kernels.launch import COUNTER_BYTES
 
 #: Decode steps of at most so many sequences run as graphs.
 _LARGEST_GRAPH = 512
-#: What stands in padded rows: slots that write nothing, sequences without keys.
-_PADDING = {"slot_mapping": -1}
-#: First dimension of an input, where it is not T.
-_FIRST_DIM = {"block_table": "B", "seq_lens": "B", "cu_seqlens": "B+1", "logits_indices": "N"}
+#: Steps in flight: one runs, one is prepared.
+_SLOTS = 2
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:
-    """Buckets of sequences: powers of two up to 8, then steps of an eighth to a quarter."""
+    """Buckets of sequences: 1, 2, 4, 8, then steps of an eighth to a quarter."""
     sizes = [1, 2, 4, 8]
     while sizes[-1] < min(largest, _LARGEST_GRAPH):
         sizes.append(sizes[-1] + max(8, sizes[-1] // 4 // 8 * 8))
     return tuple(s for s in sizes if s < largest) + ((largest,) if largest <= _LARGEST_GRAPH else ())
+
+
+class PendingTokens:
+    """A submitted step (``engine.batch_sampling.PendingStep``)."""
+
+    def __init__(self, slot: Slot, rows: int) -> None:
+        self._slot, self._rows = slot, rows
+        self._tokens: Int32 | None = None
+
+    def tokens(self) -> Int32:
+        """The token of each row of logits, -1 where those are not finite. Waits for the GPU."""
+        if self._tokens is None:
+            self._slot.wait()
+            self._tokens = self._slot.token_array[: self._rows].copy()
+        return self._tokens
 
 
 class CudaRunner:
@@ -53,6 +69,7 @@ class CudaRunner:
             raise EngineError(
                 f"{root} was built for sm_{code.sm} GPUs and {device.name} is sm_{device.sm}; rebuild it here"
             )
+        device.make_current()
         self._stream = Stream()
         self._arena = Memory(plan.arena_bytes)
         self._workspace = Memory(COUNTER_BYTES + plan.workspace_bytes)
@@ -64,44 +81,31 @@ class CudaRunner:
             if b.kind in ("k_cache", "v_cache"):
                 values = num_blocks[b.group] * int(np.prod([d for d in b.shape if isinstance(d, int)]))
                 self._caches[b.kind, b.layer] = Memory(values * ITEMSIZE[b.dtype])
-        self._place_inputs()
+        self._inputs = DeviceInputs(plan)
+        rows = plan.dims["N"]
+        self._slots = itertools.cycle([Slot(rows, self._inputs.nbytes) for _ in range(_SLOTS)])
+        self._all_slots = [next(self._slots) for _ in range(_SLOTS)]
         self._launcher = Launcher(plan, code, root, self._address, self._workspace.address)
         logits = plan.operands[plan.logits]
         self._vocab = int(logits.shape[1])
         self._logits_address = self._address(logits)
-        self._host_logits = PinnedMemory(4 * plan.dims["N"] * self._vocab)
-        self._logits: Float32 = self._host_logits.array(np.float32).reshape(-1, self._vocab)
-        self._sizes = graph_sizes(min(plan.dims["B"], plan.dims["N"]))
+        ids = self._inputs.addresses["input_ids"]
+        self._sampler = DeviceSampler(code, root, rows, self._logits_address, ids)
+        self._host_logits: PinnedMemory | None = None
+        self._sizes = graph_sizes(min(plan.dims["B"], rows))
         self._graphs: dict[int, Graph] = {}
-
-    def _place_inputs(self) -> None:
-        """One pinned and one device region for all inputs, each at its largest."""
-        self._inputs: dict[str, tuple[int, npt.NDArray[np.int32]]] = {}
-        offsets, total = {}, 0
-        for b in self._plan.buffers:
-            if b.kind == "input":
-                offsets[b.name] = (b, total)
-                total += align(4 * int(np.prod([self._largest(d) for d in b.shape])))
-        self._input_memory, self._input_host = Memory(total), PinnedMemory(total)
-        whole = self._input_host.array(np.int32)
-        for name, (b, offset) in offsets.items():
-            shape = [self._largest(d) for d in b.shape]
-            array = whole[offset // 4 : offset // 4 + int(np.prod(shape))].reshape(shape)
-            self._inputs[name] = (offset, array)
-
-    def _largest(self, dim: int | str) -> int:
-        if isinstance(dim, int):
-            return dim
-        return self._plan.dims["B"] + 1 if dim == "B+1" else self._plan.dims[dim]
+        self._producer = {
+            plan.operands[o].buffer: i for i, ins in enumerate(plan.instructions) for o in ins.outputs
+        }
 
     def _address(self, operand: Operand) -> int:
-        buffer: Buffer = self._plan.buffers[operand.buffer]
+        buffer = self._plan.buffers[operand.buffer]
         offset = operand.offset * ITEMSIZE[buffer.dtype]
         match buffer.kind:
             case "arena":
                 return self._arena.address + buffer.offset + offset
             case "input":
-                return self._input_memory.address + self._inputs[buffer.name][0] + offset
+                return self._inputs.addresses[buffer.name] + offset
             case "weight" | "constant":
                 return self._weights.addresses[buffer.name] + offset
             case "k_cache" | "v_cache":
@@ -109,33 +113,82 @@ class CudaRunner:
 
     def run(self, batch: InputBatch, outputs: Sequence[str]) -> StepResult:
         """Compute one step; ``outputs`` names operands to copy when they are produced."""
+        slot = self._begin()
+        taken: dict[str, npt.NDArray[np.generic]] = {}
+        rows = self._launch(batch, slot, self._taker(outputs, step_dims(batch), taken) if outputs else None)
+        logits = self._logits(rows)
+        assert self._host_logits is not None
+        self._stream.copy_out(self._host_logits.address, self._logits_address, logits.nbytes)
+        self._end(slot)
+        slot.wait()
+        return StepResult(logits_NV=logits, outputs=taken)
+
+    def submit(self, batch: InputBatch, sampling: SamplingInputs) -> PendingTokens:
+        """Start a step that samples a token from each of its rows of logits.
+
+        Ids of ``batch`` below zero stand for tokens that the step submitted before samples: -1 for its
+        first row. At most two steps are in flight: the caller takes a step's tokens before the next but one.
+        """
+        slot = self._begin()
+        rows = self._launch(batch, slot, None)
+        if rows:
+            self._sampler.sample(self._stream, sampling, rows, slot)
+        self._end(slot)
+        return PendingTokens(slot, rows)
+
+    def _begin(self) -> Slot:
         self._device.make_current()
+        slot = next(self._slots)
+        slot.wait()
+        return slot
+
+    def _end(self, slot: Slot) -> None:
+        slot.done.record(self._stream)
+        slot.used = True
+
+    def _launch(self, batch: InputBatch, slot: Slot, after: Callable[[int], None] | None) -> int:
+        """Put a step into the stream -> rows of logits."""
         dims = step_dims(batch)
         rows = dims["N"]
-        size = self._graph_size(batch, dims) if not outputs else 0
+        size = self._graph_size(dims) if after is None else 0
         if size:
             dims = {"T": size, "B": size, "B+1": size + 1, "N": size}
-        self._stage(batch, dims)
-        taken: dict[str, npt.NDArray[np.generic]] = {}
+        self._inputs.stage(batch, dims, slot.inputs, self._stream)
+        if batch.input_ids_T.min(initial=0) < 0:
+            self._sampler.resolve(self._stream, dims["T"])
         if size:
-            if size not in self._graphs:
-                with capture(self._stream) as captured:
-                    self._launcher.run(self._stream, dims)
-                assert captured.graph is not None
-                self._graphs[size] = captured.graph
-            self._graphs[size].launch(self._stream)
+            self._graph(size, dims).launch(self._stream)
         else:
-            self._launcher.run(self._stream, dims, self._taker(outputs, dims, taken) if outputs else None)
-        self._stream.copy_out(self._host_logits.address, self._logits_address, 4 * rows * self._vocab)
-        self._stream.wait()
-        return StepResult(logits_NV=self._logits[:rows], outputs=taken)
+            self._launcher.run(self._stream, dims, after)
+        return rows
+
+    def _graph_size(self, dims: Mapping[str, int]) -> int:
+        """The bucket of a step in which each sequence has one token and wants its logits; else 0."""
+        if not dims["T"] == dims["B"] == dims["N"]:
+            return 0
+        return next((size for size in self._sizes if size >= dims["B"]), 0)
+
+    def _graph(self, size: int, dims: Mapping[str, int]) -> Graph:
+        if size not in self._graphs:
+            with capture(self._stream) as captured:
+                self._launcher.run(self._stream, dims)
+            assert captured.graph is not None
+            self._graphs[size] = captured.graph
+        return self._graphs[size]
+
+    def _logits(self, rows: int) -> Float32:
+        """Pinned memory for all rows of logits a step may have, made when logits are first asked for."""
+        if self._host_logits is None:
+            self._host_logits = PinnedMemory(4 * self._plan.dims["N"] * self._vocab)
+        logits: Float32 = self._host_logits.array(np.float32).reshape(-1, self._vocab)
+        return logits[:rows]
 
     def profile(self, batch: InputBatch) -> list[tuple[Instruction, float]]:
         """GPU milliseconds of each instruction of a step, launched one by one (no graph)."""
-        self._device.make_current()
         dims = step_dims(batch)
         for _ in range(2):  # the first loads the kernels
-            self._stage(batch, dims)
+            slot = self._begin()
+            self._inputs.stage(batch, dims, slot.inputs, self._stream)
             events = [Event(timing=True) for _ in range(len(self._plan.instructions) + 1)]
             events[0].record(self._stream)
             self._launcher.run(self._stream, dims, lambda i: events[i + 1].record(self._stream))  # noqa: B023
@@ -151,49 +204,32 @@ class CudaRunner:
         self._stream.wait()
         self._weights.load(engine.weights)
 
-    def _graph_size(self, batch: InputBatch, dims: dict[str, int]) -> int:
-        """The bucket of a step in which each sequence has one token and wants its logits; else 0."""
-        if not dims["T"] == dims["B"] == dims["N"]:
-            return 0
-        return next((size for size in self._sizes if size >= dims["B"]), 0)
-
-    def _stage(self, batch: InputBatch, dims: dict[str, int]) -> None:
-        for name, array in step_inputs(batch).items():
-            if name not in self._inputs:
-                continue
-            offset, staged = self._inputs[name]
-            n = len(array)
-            staged[:n] = array
-            wanted = dims[_FIRST_DIM.get(name.split(".")[0], "T")]
-            if wanted > n:
-                if name == "cu_seqlens":
-                    staged[n:wanted] = np.arange(n, wanted, dtype=np.int32)
-                else:
-                    staged[n:wanted] = _PADDING.get(name.split(".")[0], 0)
-            self._stream.copy_in(
-                self._input_memory.address + offset, self._input_host.address + offset, staged[:wanted].nbytes
-            )
-
     def _taker(
-        self, names: Sequence[str], dims: dict[str, int], taken: dict[str, npt.NDArray[np.generic]]
+        self, names: Sequence[str], dims: Mapping[str, int], taken: dict[str, npt.NDArray[np.generic]]
     ) -> Callable[[int], None]:
-        wanted = frozenset(names)
+        """What copies operands after the instruction that makes their buffer."""
+        wanted: dict[int, list[Operand]] = {}
+        for operand in self._plan.operands:
+            if operand.name in names and operand.buffer in self._producer:
+                wanted.setdefault(self._producer[operand.buffer], []).append(operand)
 
         def take(index: int) -> None:
-            for o in self._plan.instructions[index].outputs:
-                operand = self._plan.operands[o]
-                if operand.name not in wanted:
-                    continue
-                dtype = self._plan.buffers[operand.buffer].dtype
-                shape = [dims[d] if isinstance(d, str) else d for d in operand.shape]
-                values = np.empty(shape, np.uint16 if dtype == "bfloat16" else dtype)
-                self._stream.copy_out(values.ctypes.data, self._address(operand), values.nbytes)
-                self._stream.wait()
-                if dtype == "bfloat16":
-                    values = (values.astype(np.uint32) << 16).view(np.float32)
-                taken[operand.name] = values
+            for operand in wanted.get(index, ()):
+                taken[operand.name] = self._copy(operand, dims)
 
         return take
+
+    def _copy(self, operand: Operand, dims: Mapping[str, int]) -> npt.NDArray[np.generic]:
+        """A contiguous copy of an operand; bfloat16 as its bits in uint16."""
+        dtype = self._plan.buffers[operand.buffer].dtype
+        shape = [dims[d] if isinstance(d, str) else d for d in operand.shape]
+        span = sum((n - 1) * s for n, s in zip(shape, operand.strides, strict=True)) + 1
+        flat = np.empty(span, np.uint16 if dtype == "bfloat16" else dtype)
+        self._stream.copy_out(flat.ctypes.data, self._address(operand), flat.nbytes)
+        self._stream.wait()
+        strides = [s * flat.itemsize for s in operand.strides]
+        view: npt.NDArray[np.generic] = np.lib.stride_tricks.as_strided(flat, shape, strides)
+        return view.copy()
 
     def close(self) -> None:
         """Free everything on the device; idempotent."""
@@ -202,9 +238,12 @@ class CudaRunner:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        self._launcher.close()
-        self._weights.close()
-        for memory in (self._arena, self._workspace, self._input_memory, *self._caches.values()):
+        for part in (self._launcher, self._sampler, self._weights, self._inputs):
+            part.close()
+        for slot in self._all_slots:
+            slot.close()
+        for memory in (self._arena, self._workspace, *self._caches.values()):
             memory.close()
-        self._input_host.close()
+        if self._host_logits is not None:
+            self._host_logits.close()
         self._stream.close()

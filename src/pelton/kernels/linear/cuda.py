@@ -7,8 +7,9 @@ that read on tensor cores; more are bound by arithmetic, and cuBLASLt's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from pelton.dtypes import ITEMSIZE
 from pelton.kernels.launch import Builder, CallSpec, LaunchSpec, MatmulSpec, Term, Work, rows
 from pelton.kernels.tactic import NodeSpec, Tactic
 
@@ -94,8 +95,16 @@ def skinny(call: CallSpec, tiles: SkinnyTiles) -> LaunchSpec:
     )
 
 
-def skinny_tiles(n: int, k: int, tokens: int) -> SkinnyTiles:
-    """By the weight's shape and the largest number of tokens; measured on an H200."""
+def skinny_tiles(n: int, k: int, tokens: int, itemsize: int = 2) -> SkinnyTiles:
+    """By the weight's shape and the largest number of tokens; measured on an H200.
+
+    ``itemsize``: bytes of an element; tiles of 4-byte ones are narrower, to fit into shared memory.
+    """
+    tiles = _skinny_tiles(n, k, tokens)
+    return tiles if itemsize == 2 else replace(tiles, block_k=tiles.block_k // 4)
+
+
+def _skinny_tiles(n: int, k: int, tokens: int) -> SkinnyTiles:
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     if -(-n // 64) >= 2 * _PROGRAMS:  # enough rows for every multiprocessor
         return SkinnyTiles(16, 128, 128, 1, 3, 4) if tokens <= 16 else SkinnyTiles(block_m, 64, 64, 1, 3, 4)
@@ -125,7 +134,9 @@ def _gemv(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
 
 def _skinny(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
     weight = call.input(1)
-    return (skinny(call, skinny_tiles(int(weight.shape[0]), int(weight.shape[1]), max_tokens)),)
+    itemsize = max(ITEMSIZE[weight.dtype], ITEMSIZE[call.input(0).dtype])
+    tiles = skinny_tiles(int(weight.shape[0]), int(weight.shape[1]), max_tokens, itemsize)
+    return (skinny(call, tiles),)
 
 
 def _gemm(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:

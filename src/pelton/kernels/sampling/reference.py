@@ -70,6 +70,20 @@ def uniform(seed: int, position: int) -> float:
     return (z >> 11) * 2.0**-53
 
 
+def uniforms(seed_N: npt.NDArray[np.uint64], position_N: npt.NDArray[np.int64]) -> Float64:
+    """``uniform`` of each (seed, position)."""
+
+    def mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    with np.errstate(over="ignore"):
+        z = mix(mix(seed_N) + (position_N.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
+    result: Float64 = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return result
+
+
 def _block_sums(w: Float32) -> Float64:
     """Sums of blocks of 1024 (the last filled up with zeros): 16 interleaved sums, then added in order."""
     padded = np.zeros(-(-len(w) // 1024) * 1024, np.float64)
