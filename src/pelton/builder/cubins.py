@@ -16,7 +16,6 @@ from pelton.errors import BuildError, MissingDependencyError
 from pelton.kernels.launch import KernelSource, LaunchSpec, Work
 from pelton.kernels.sampling.cuda import resolve_source, sampler_source
 
-
 #: Shared memory that a block may have, bytes, by compute capability.
 MAX_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _LEAST_SHARED = 99 << 10

@@ -81,7 +81,7 @@ def sample(
     if (k > 0) & (k < V):
         low = tl.full([], -2147483648, tl.int64)
         high = tl.full([], 2147483648, tl.int64)
-        for step in range(32):  # the largest key that at least k tokens reach
+        for _step in range(32):  # the largest key that at least k tokens reach
             middle = (low + high) >> 1
             count, total = _above(row, middle.to(tl.int32), top, t, V, BLOCK)
             low = tl.where(count >= k, middle, low)
@@ -95,7 +95,7 @@ def sample(
         wanted = p * kept
         low = edge.to(tl.int64)
         high = tl.full([], 2147483648, tl.int64)
-        for step in range(32):  # the largest key whose tokens and larger ones weigh enough
+        for _step in range(32):  # the largest key whose tokens and larger ones weigh enough
             middle = (low + high) >> 1
             count, total = _above(row, middle.to(tl.int32), top, t, V, BLOCK)
             enough = (total >= wanted) & (middle > low)
