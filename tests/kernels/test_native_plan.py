@@ -15,7 +15,7 @@ from pelton.engine.native_plan import NativePlan  # noqa: E402
 from pelton.engine.plan import Buffer, Instruction, Operand, Plan, TacticChoice  # noqa: E402
 from pelton.errors import EngineError  # noqa: E402
 from pelton.ir.ops import paged_attention, rms_norm, rope_cos_sin, rope_kv_write  # noqa: E402
-from pelton.kernels import native  # noqa: E402
+from pelton.kernels import cpu_levels, native  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not built")
 
@@ -290,3 +290,8 @@ def test_steps_with_random_thread_counts(model: Model) -> None:
             expected = logits.copy() if expected is None else expected
             np.testing.assert_array_equal(logits, expected)
         plan.close()
+
+
+def test_the_compiler_knows_the_levels_of_the_library() -> None:
+    assert set(cpu_levels.INCLUDES) == set(native.level_names())
+    assert all(level in included for level, included in cpu_levels.INCLUDES.items())
