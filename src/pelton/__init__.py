@@ -23,6 +23,8 @@ _LAZY = {
     "refit": "pelton.builder.refit",
     "strip": "pelton.builder.strip",
     "register_model": "pelton.models.registry",
+    "op": "pelton.kernels.user_op",
+    "tactic": "pelton.kernels.user_tactic",
     "PeltonError": "pelton.errors",
 }
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from pelton.engine.shapes import DimRange as DimRange
     from pelton.engine.shapes import OptimizationProfile as OptimizationProfile
     from pelton.errors import PeltonError as PeltonError
+    from pelton.kernels.user_op import op as op
+    from pelton.kernels.user_tactic import tactic as tactic
     from pelton.models.registry import register_model as register_model
     from pelton.runtime.request import CompletionOutput as CompletionOutput
     from pelton.runtime.request import RequestOutput as RequestOutput

@@ -65,5 +65,9 @@ class NotReadyError(PeltonError):
     http_status = 503
 
 
+class TacticError(PeltonError):
+    """Code from outside Pelton (a Python tactic) failed while it computed a step."""
+
+
 class MissingDependencyError(UserError):
     """An optional dependency is needed for what was asked; the message says which extra to install."""

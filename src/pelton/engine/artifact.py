@@ -27,7 +27,7 @@ from pelton.version import __version__
 #: 2: weights.json. Engines of format 1 cannot be refitted and their plans have fewer fields: rebuilt.
 FORMAT_VERSION = 2
 #: ``PELTON_ABI_VERSION`` of csrc/pelton.h: kernels' names, attributes and weight layouts.
-NATIVE_ABI = 1
+NATIVE_ABI = 2
 #: Kinds of devices that this Pelton runs engines on: ``cpu``, and GPUs as ``sm_90``.
 CPU, GPU_PREFIX = "cpu", "sm_"
 

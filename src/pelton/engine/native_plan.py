@@ -10,12 +10,14 @@ import ctypes
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from pelton.dtypes import ITEMSIZE, NATIVE_CODE
 from pelton.engine.batch import Float32, InputBatch
+from pelton.engine.external import Externals
 from pelton.engine.plan import Buffer, Dim, Operand, Plan, producers
 from pelton.engine.step_inputs import step_dims, step_inputs
 from pelton.errors import EngineError
@@ -59,7 +61,8 @@ _CAPTURE = np.dtype([("data", "u8"), ("operand", "i4"), ("after", "i4")], align=
 class _PlanDesc(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("buffers", "operands", "instructions", "operand_index")),
-        *((name, ctypes.c_void_p) for name in ("attrs", "choices", "kernel_names", "arena", "workspace")),
+        *((name, ctypes.c_void_p) for name in ("attrs", "choices", "kernel_names", "kernel_functions")),
+        *((name, ctypes.c_void_p) for name in ("arena", "workspace")),
         *((name, ctypes.c_int64) for name in ("arena_bytes", "workspace_bytes")),
         *(
             (name, ctypes.c_int32)
@@ -109,7 +112,8 @@ class NativePlan:
     ``weights`` maps the names of ``weight`` and ``constant`` buffers to contiguous arrays (packed
     ones uint8); ``k_caches[layer]`` and ``v_caches[layer]`` are (blocks, kv_heads, block_size,
     head_dim), bfloat16 as uint16. All are borrowed and kept alive. ``poison`` fills the arena with
-    NaN before each step, so that reading what was never written shows (tests).
+    NaN before each step, so that reading what was never written shows (tests). ``folder``: the engine's,
+    where its compiled code is.
 
     Raises ``EngineError`` for a plan that this library or CPU cannot run, and
     ``MissingDependencyError`` without the library. One thread at a time may call ``run``.
@@ -124,6 +128,7 @@ class NativePlan:
         *,
         threads: int,
         poison: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self._lib = native.load_library()
         self.plan = plan
@@ -145,6 +150,7 @@ class NativePlan:
         self._calls = 0
         self._producer = producers(plan)
         self._operand_by_name = {o.name: i for i, o in enumerate(plan.operands) if o.buffer in self._producer}
+        self._externals = Externals(plan, folder)
         self._handle = self._create(weights, k_caches, v_caches, threads, poison)
         self._logits = self._arena_view(plan.logits)
 
@@ -167,7 +173,8 @@ class NativePlan:
         index: list[int] = []
         attrs: list[float] = []
         choices: list[tuple[int, int, int]] = []
-        kernels: dict[str, int] = {}
+        kernels: dict[tuple[str, int], int] = {}
+        """(kernel of the library, function that it calls or 0) -> its number."""
         for ins in plan.instructions:
             if not ins.tactics:
                 raise EngineError(
@@ -177,13 +184,17 @@ class NativePlan:
             instructions.append((len(index), *counts, len(choices), len(ins.tactics), 0))
             index += [*ins.inputs, *ins.outputs]
             attrs += [native.attr_value(a) for a in ins.attrs.values()]
-            choices += [(c.max_tokens, kernels.setdefault(c.tactic, len(kernels)), 0) for c in ins.tactics]
+            for c in ins.tactics:
+                external = c.tactic in self._externals
+                kernel = self._externals.resolve(c.tactic, ins) if external else (c.tactic, 0)
+                choices.append((c.max_tokens, kernels.setdefault(kernel, len(kernels)), 0))
 
         instruction_rows = np.array(instructions, _INSTRUCTION)
         operand_index = np.array(index, np.int32)
         attr_values = np.array(attrs, np.float64)
         choice_rows = np.array(choices, _CHOICE)
-        names = (ctypes.c_char_p * max(len(kernels), 1))(*(k.encode() for k in kernels))
+        names = (ctypes.c_char_p * max(len(kernels), 1))(*(name.encode() for name, _ in kernels))
+        functions = np.array([function for _, function in kernels], np.uint64)
         desc = _PlanDesc(
             buffers=_address(buffers),
             operands=_address(operands),
@@ -192,6 +203,7 @@ class NativePlan:
             attrs=_address(attr_values),
             choices=_address(choice_rows),
             kernel_names=ctypes.addressof(names),
+            kernel_functions=_address(functions),
             arena=_address(self._arena),
             workspace=_address(workspace),
             arena_bytes=plan.arena_bytes,
@@ -310,6 +322,7 @@ class NativePlan:
             None if self._seconds is None else _address(self._seconds),
         )
         if code:
+            self._externals.raise_error()
             raise ValueError(f"the plan cannot run this step: {native.ERRORS[code]}")
         self._calls += self._seconds is not None
         return self._logits[: values["N"]], results

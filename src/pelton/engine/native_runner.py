@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from pelton.engine.batch import InputBatch, StepResult
 from pelton.engine.kv_cache import KVCaches
@@ -23,7 +24,14 @@ def unavailable(plan: Plan) -> str | None:
     except MissingDependencyError as error:
         return str(error)
     kernels = native.kernel_levels()
-    unknown = sorted({c.tactic for i in plan.instructions for c in i.tactics if c.tactic not in kernels})
+    unknown = sorted(
+        {
+            c.tactic
+            for i in plan.instructions
+            for c in i.tactics
+            if c.tactic not in kernels and c.tactic not in plan.external
+        }
+    )
     if unknown:
         return f"it has no kernel {', '.join(unknown)} for this CPU ({native.cpu_level()})"
     return None
@@ -32,11 +40,19 @@ def unavailable(plan: Plan) -> str | None:
 class NativeRunner:
     """Executes ``plan`` over mapped ``weights`` and ``caches`` with a team of ``threads``.
 
-    ``poison`` fills the arena with NaN before each step (tests).
+    ``folder``: the engine's, where its compiled code is. ``poison`` fills the arena with NaN before each
+    step (tests).
     """
 
     def __init__(
-        self, plan: Plan, weights: Shards, caches: KVCaches, threads: int, *, poison: bool = False
+        self,
+        plan: Plan,
+        weights: Shards,
+        caches: KVCaches,
+        threads: int,
+        *,
+        folder: Path | None = None,
+        poison: bool = False,
     ) -> None:
         names = [b.name for b in plan.buffers if b.kind in ("weight", "constant")]
         layers = range(len(caches.k))
@@ -46,6 +62,7 @@ class NativeRunner:
             [caches.k[layer] for layer in layers],
             [caches.v[layer] for layer in layers],
             threads=threads,
+            folder=folder,
             poison=poison,
         )
 

@@ -80,6 +80,23 @@ class Instruction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Sorted by ``max_tokens``; empty: only the reference can run it."""
 
 
+class ExternalTactic(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tactic from outside Pelton: code that runs only from an engine one trusts."""
+
+    kind: Literal["python", "library"]
+    """A Python function over NumPy arrays, or a C function of a library in the engine."""
+    function: str
+    """``package.module:function``, or the C function's name."""
+    tensors: tuple[str, ...] = ()
+    """Python: the names by which the function takes the instruction's inputs."""
+    file: str = ""
+    """C: the library, relative to the engine."""
+    package: str = ""
+    """Python: the installed package that has the module; empty: the module belongs to none."""
+    version: str = ""
+    """Python: the package's version at build."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the runner needs besides weights."""
 
@@ -93,6 +110,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     arena_bytes: int
     workspace_bytes: int
     """Scratch shared by all instructions, on top of the arena."""
+    external: dict[str, ExternalTactic] = {}
+    """Tactics in the instructions that are not kernels of Pelton's library, by name."""
+    op_modules: dict[str, str] = {}
+    """Python module of each op from outside Pelton: the reference runner needs it."""
 
 
 def producers(plan: Plan) -> dict[int, int]:

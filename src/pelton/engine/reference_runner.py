@@ -6,6 +6,7 @@ native runner, so a wrong memory plan shows here too. Torch is imported when a r
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from pelton.engine.kv_cache import KVCaches
 from pelton.engine.plan import Instruction, Operand, Plan, producers
 from pelton.engine.shards import Shards
 from pelton.engine.step_inputs import step_dims, step_inputs
+from pelton.errors import EngineError
 
 #: Unpacked weights are kept when all of them take at most this many bytes, else made at each use.
 KEEP_WEIGHTS_BYTES = 1_000_000_000
@@ -36,6 +38,9 @@ class ReferenceRunner:
         import torch
 
         from pelton.ir.op import all_ops
+
+        for op, module in plan.op_modules.items():
+            import_op(op, module)
 
         self._torch = torch
         self._plan = plan
@@ -155,6 +160,17 @@ class ReferenceRunner:
     def close(self) -> None:
         """Free what the runner holds."""
         self._fixed.clear()
+
+
+def import_op(op: str, module: str) -> None:
+    """Import the module that registers an op from outside Pelton. Raises ``EngineError``."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        raise EngineError(
+            f"the engine's op {op} is defined in {module}, which cannot be imported here "
+            f"({type(error).__name__}: {error}); install the package that has it"
+        ) from error
 
 
 def _argument_order(torch_op: Any) -> list[tuple[str, bool, Any]]:

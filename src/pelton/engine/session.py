@@ -196,7 +196,9 @@ class Session:
         if name != "reference":
             reason = native_runner.unavailable(engine.plan)
             if reason is None:
-                native = native_runner.NativeRunner(engine.plan, engine.weights, self._caches, self.threads)
+                native = native_runner.NativeRunner(
+                    engine.plan, engine.weights, self._caches, self.threads, folder=engine.path
+                )
                 return "native", native
             if name == "native":
                 raise EngineError(f"the native library cannot run here: {reason}; use runner='reference'")

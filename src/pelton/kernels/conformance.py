@@ -10,7 +10,9 @@ Needs torch (the references); the builder uses it too, to drop a tactic that com
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,8 @@ from pelton.ir.op import Op, Sample
 from pelton.ir.ops import quantize_q8
 from pelton.ir.tensors import HostTensor
 from pelton.kernels import native
+from pelton.kernels.compile_c import build_folder, compile_c
+from pelton.kernels.host import HostKernel
 from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.native import Array, Attr, NativeTensor
 from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, all_tactics
@@ -80,14 +84,18 @@ def node_spec(op: Op, sample: Sample, activations: str = "float32") -> NodeSpec:
 
 
 def cases(op: Op, seed: int = 0) -> Iterator[Case]:
-    """Every sample of ``op`` for every native tactic that supports it, at every level of this CPU."""
+    """Every sample of ``op`` for every tactic that supports it, native ones at every level of this CPU."""
     tactics = [t for t in all_tactics().values() if t.op == op.name and t.device == "cpu"]
-    levels = native.kernel_levels()
     for sample in op.samples(torch.Generator().manual_seed(seed)):
         for tactic in tactics:
             if tactic.supports(node_spec(op, sample, tactic.precision)):
-                for level in levels[tactic.name]:
+                for level in levels_of(tactic):
                     yield Case(op, sample, tactic, level)
+
+
+def levels_of(tactic: Tactic) -> tuple[str, ...]:
+    """CPU levels at which the tactic can run here, lowest first; one that is not native runs at one."""
+    return native.kernel_levels()[tactic.name] if tactic.kind == "native" else (native.cpu_level(),)
 
 
 # ---- Operands ----
@@ -175,14 +183,15 @@ def run_native(
     before = [None if x is None else _bytes(x) for x in inputs]
     tokens = next(t.shape[0] for t in tensors if t is not None)
     node = node_spec(op, sample, tactic.precision)
-    team.run(
-        tactic.name,
-        inputs,
-        [o.array for o in outputs],
-        list(attrs.values()),
-        workspace_bytes=tactic.workspace(node, tokens),
-        level=level,
-    )
+    arrays, workspace = [o.array for o in outputs], tactic.workspace(node, tokens)
+    if tactic.kind == "native":
+        values = list(attrs.values())
+        team.run(tactic.name, inputs, arrays, values, workspace_bytes=workspace, level=level)
+    else:
+        names = [op.torch_op._schema.arguments[i].name for i in _tensor_positions(op)]
+        with external_function(tactic, names, attrs, level or native.cpu_level()) as (kernel, function):
+            values = list(attrs.values())
+            team.run(kernel, inputs, arrays, values, workspace_bytes=workspace, function=function)
     for i, (x, old) in enumerate(zip(inputs, before, strict=True)):
         if x is not None and i not in mutated and _bytes(x) != old:
             raise ConformanceError(f"{tactic.name}: changed its input {i}")
@@ -192,6 +201,32 @@ def run_native(
         g.check(f"{tactic.name}: argument {i}")
     after = [_from_numpy(guards[i].array, _dtype(tensors[i])) for i in mutated]
     return [torch.from_numpy(np.array(o.array)) for o in outputs], after, exact
+
+
+@contextmanager
+def external_function(
+    tactic: Tactic, tensors: Sequence[str], attrs: dict[str, Attr], level: str
+) -> Iterator[tuple[str, int]]:
+    """(kernel, function that it calls) of a tactic from outside, C source compiled for ``level``; raises
+    ``ConformanceError`` where the function does."""
+    if tactic.kind == "library":
+        path = compile_c(tactic.source, build_folder(), cpu_level=level, label=tactic.name)
+        symbol = getattr(ctypes.CDLL(str(path)), tactic.function)
+        yield "external.library", int(ctypes.cast(symbol, ctypes.c_void_p).value or 0)
+        return
+    assert tactic.kind == "python"
+    assert tactic.implementation is not None
+    host = HostKernel(tactic.implementation, tensors, attrs)
+    try:
+        yield HostKernel.kernel, host.address
+    except ValueError:
+        if host.error is None:
+            raise
+        if not isinstance(host.error, Exception):
+            raise host.error from None
+        raise ConformanceError(
+            f"{tactic.name} raised {type(host.error).__name__}: {host.error}"
+        ) from host.error
 
 
 def _tensor_positions(op: Op) -> list[int]:

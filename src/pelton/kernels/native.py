@@ -22,7 +22,7 @@ from pelton.errors import MissingDependencyError
 Array = npt.NDArray[np.generic]
 Attr = bool | int | float | str
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_DIMS = 4
 LIBRARY_PATH = Path(__file__).with_name("libpelton.so")
 
@@ -32,10 +32,13 @@ ERRORS = {
     3: "the native library has no such kernel for this CPU",
     4: "the step is larger than the plan was built for",
     5: "out of memory",
+    6: "a Python function in it failed",
 }
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
+    """``pelton_tensor``."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
@@ -45,16 +48,19 @@ class _Tensor(ctypes.Structure):
     )
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
+    """``pelton_call``."""
+
     _fields_ = (
-        ("in_", ctypes.POINTER(ctypes.POINTER(_Tensor))),
-        ("out", ctypes.POINTER(ctypes.POINTER(_Tensor))),
+        ("in_", ctypes.POINTER(ctypes.POINTER(Tensor))),
+        ("out", ctypes.POINTER(ctypes.POINTER(Tensor))),
         ("attrs", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_int64),
         ("n_in", ctypes.c_int32),
         ("n_out", ctypes.c_int32),
         ("n_attrs", ctypes.c_int32),
+        ("function", ctypes.c_void_p),
     )
 
 
@@ -71,7 +77,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "pelton_find_kernel_at": (pointer, text, i32),
         "pelton_team_create": (pointer, i32),
         "pelton_team_destroy": (None, pointer),
-        "pelton_run_kernel": (i32, pointer, pointer, ctypes.POINTER(_Call), ctypes.c_int64),
+        "pelton_run_kernel": (i32, pointer, pointer, ctypes.POINTER(Call), ctypes.c_int64),
         "pelton_plan_create": (pointer, pointer, text, ctypes.c_int64),
         "pelton_plan_destroy": (None, pointer),
         "pelton_plan_run": (i32, pointer, pointer, pointer, pointer, i32, pointer),
@@ -183,13 +189,13 @@ class NativeTensor:
     shape: tuple[int, ...] = ()
 
 
-def _tensor(operand: Array | NativeTensor) -> _Tensor:
+def _tensor(operand: Array | NativeTensor) -> Tensor:
     wrapped = operand if isinstance(operand, NativeTensor) else NativeTensor(operand, native_dtype(operand))
     array, shape = wrapped.data, wrapped.shape or wrapped.data.shape
     item = ITEMSIZE[wrapped.dtype]
     assert array.itemsize == item, f"{wrapped.dtype} in an array of {array.dtype}"
     strides = [s // item for s in array.strides] if not wrapped.shape else [0] * len(shape)
-    t = _Tensor(data=array.ctypes.data, dtype=NATIVE_CODE[wrapped.dtype], ndim=len(shape))
+    t = Tensor(data=array.ctypes.data, dtype=NATIVE_CODE[wrapped.dtype], ndim=len(shape))
     t.shape[: len(shape)] = shape
     t.stride[: len(shape)] = strides
     return t
@@ -219,10 +225,13 @@ class Team:
         *,
         workspace_bytes: int = 0,
         level: str | None = None,
+        function: int | None = None,
     ) -> None:
         """Run one kernel, by default its best version for this CPU. Raises ``ValueError`` when
-        there is none (at ``level``)."""
-        self.repeat(kernel, inputs, outputs, attrs, workspace_bytes=workspace_bytes, level=level)(1)
+        there is none (at ``level``). ``function``: address of what the kernels ``external.*`` call."""
+        self.repeat(
+            kernel, inputs, outputs, attrs, workspace_bytes=workspace_bytes, level=level, function=function
+        )(1)
 
     def repeat(
         self,
@@ -233,6 +242,7 @@ class Team:
         *,
         workspace_bytes: int = 0,
         level: str | None = None,
+        function: int | None = None,
     ) -> Callable[[int], None]:
         """As ``run``, but a function that runs the kernel n times in a row: to time it."""
         lib = load_library()
@@ -240,17 +250,17 @@ class Team:
         if level is not None:
             fn = lib.pelton_find_kernel_at(kernel.encode(), level_names().index(level))
         tensors = [None if x is None else _tensor(x) for x in (*inputs, *outputs)]
-        pointers = (ctypes.POINTER(_Tensor) * len(tensors))(
-            *(ctypes.POINTER(_Tensor)() if t is None else ctypes.pointer(t) for t in tensors)
+        pointers = (ctypes.POINTER(Tensor) * len(tensors))(
+            *(ctypes.POINTER(Tensor)() if t is None else ctypes.pointer(t) for t in tensors)
         )
         values = np.array([attr_value(a) for a in attrs], np.float64)
         workspace = aligned_empty(workspace_bytes)
         workspace.fill(0xFF)  # NaN: reading before writing shows
-        call = _Call(
+        call = Call(
             in_=pointers,
             out=ctypes.cast(
                 ctypes.addressof(pointers) + len(inputs) * ctypes.sizeof(ctypes.c_void_p),
-                ctypes.POINTER(ctypes.POINTER(_Tensor)),
+                ctypes.POINTER(ctypes.POINTER(Tensor)),
             ),
             attrs=values.ctypes.data,
             workspace=workspace.ctypes.data,
@@ -258,6 +268,7 @@ class Team:
             n_in=len(inputs),
             n_out=len(outputs),
             n_attrs=len(attrs),
+            function=function,
         )
         borrowed = (inputs, outputs, tensors, pointers, values, workspace)
 

@@ -1,6 +1,7 @@
 """What a tactic is: one implementation of an op, and how the builder finds it.
 
-Each file ``kernels/<op>/<x>.py`` lists its tactics in ``TACTICS``; ``all_tactics`` finds them.
+Each file ``kernels/<op>/<x>.py`` lists its tactics in ``TACTICS``; ``all_tactics`` finds them, and those
+that other packages have registered (``kernels/user_tactic.py``).
 The native ones name a kernel of the library (``csrc/``); at run time only that name remains, in
 the plan. This module needs neither torch nor the library.
 """
@@ -11,9 +12,13 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from pelton.dtypes import is_dense
+from pelton.errors import ConfigError
 from pelton.kernels.launch import CallSpec, Work
+
+Kind = Literal["native", "python", "library", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,15 @@ class Tactic:
     """Layout wanted of each weight operand, by input index (absent: ``rows``)."""
     workspace: Callable[[NodeSpec, int], int] = lambda node, max_tokens: 0
     """Scratch bytes for a step of ``max_tokens`` tokens."""
+    kind: Kind = "native"
+    """``native``: a kernel of Pelton's library. From outside Pelton: ``python``, a function over NumPy
+    arrays; ``library``, a C function compiled into the engine; ``triton``, a launcher of Triton kernels."""
+    function: str = ""
+    """Of a tactic from outside: "package.module:function", or the C function's name."""
+    source: str = ""
+    """C source, of kind ``library``."""
+    implementation: Callable[..., Any] | None = None
+    """What was decorated, of a tactic from outside."""
     largest_tokens: int = 0
     """Largest step, tokens, that it can run; 0: any."""
     launches: Callable[[CallSpec, int], tuple[Work, ...]] | None = None
@@ -71,6 +85,18 @@ class Tactic:
     def takes(self, tokens: int) -> bool:
         """Whether it can run steps of so many tokens."""
         return not self.largest_tokens or tokens <= self.largest_tokens
+
+
+#: Tactics from outside Pelton, by name.
+_REGISTERED: dict[str, Tactic] = {}
+
+
+def register_tactic(tactic: Tactic) -> Tactic:
+    """Add a tactic from outside Pelton; raises ``ConfigError`` where its name is taken."""
+    if tactic.name in _REGISTERED:
+        raise ConfigError(f"two tactics are called {tactic.name}; give one of them a name=")
+    _REGISTERED[tactic.name] = tactic
+    return tactic
 
 
 #: Element types of KV caches, and the largest head that the native attention kernels take.
@@ -118,7 +144,7 @@ def gpu_caches(node: NodeSpec, k: int, v: int) -> bool:
 
 
 def all_tactics() -> dict[str, Tactic]:
-    """Every tactic in ``pelton.kernels``, by name."""
+    """Every tactic in ``pelton.kernels``, and those registered from outside, by name."""
     import pelton.kernels as package
 
     found: dict[str, Tactic] = {}
@@ -132,4 +158,4 @@ def all_tactics() -> dict[str, Tactic]:
             for tactic in getattr(importlib.import_module(module.name), "TACTICS", ()):
                 assert tactic.name not in found, f"two tactics are called {tactic.name}"
                 found[tactic.name] = tactic
-    return found
+    return found | _REGISTERED

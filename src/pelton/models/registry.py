@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from pelton import nn
+from pelton import nn, plugins
 from pelton.errors import CheckpointError
 from pelton.models.hf_config import HFConfig
 from pelton.models.transformers_import import import_model
@@ -70,8 +69,7 @@ def architecture_of(hf_config: Mapping[str, Any]) -> str:
 
 def _is_known(name: str) -> bool:
     if name not in ARCHITECTURES:
-        for entry in importlib.metadata.entry_points(group="pelton.models", name=name):
-            entry.load()
+        plugins.load("pelton.models", name)
     return name in ARCHITECTURES
 
 

@@ -4,6 +4,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "pelton_kernel.h"  // tensors
+
 #define PELTON_EXPORT __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -11,24 +13,8 @@ extern "C" {
 #endif
 
 // Raised with every incompatible change; an engine and a library must agree.
-#define PELTON_ABI_VERSION 1
-#define PELTON_MAX_DIMS 4
+#define PELTON_ABI_VERSION 2
 #define PELTON_MAX_HEAD_DIM 512  // of attention kernels; their tactics refuse larger heads
-
-typedef enum pelton_dtype {
-  PELTON_F32 = 0, PELTON_BF16 = 1, PELTON_F16 = 2, PELTON_I32 = 3,
-  PELTON_I8 = 4, PELTON_U8 = 5, PELTON_I64 = 6,
-} pelton_dtype;
-
-// A strided view. The last axis of a dense operand always has stride 1 (the plan is checked). For packed weights (PELTON_U8) shape is the logical (rows, cols) and strides are
-// meaningless: the kernel knows its layout.
-typedef struct pelton_tensor {
-  void* data;
-  int32_t dtype;
-  int32_t ndim;
-  int64_t shape[PELTON_MAX_DIMS];
-  int64_t stride[PELTON_MAX_DIMS];  // in elements
-} pelton_tensor;
 
 typedef struct pelton_team pelton_team;  // the threads that run a step together
 
@@ -42,7 +28,11 @@ typedef struct pelton_call {
   void* workspace;      // shared scratch, 64-byte aligned
   int64_t workspace_bytes;
   int32_t n_in, n_out, n_attrs;
+  const void* function;  // what the kernels external.* call; NULL for all others
 } pelton_call;
+
+// Of the host program, behind external.host: 0, or the step fails with PELTON_ERROR_HOST.
+typedef int (*pelton_host_function)(const pelton_call* call);
 
 typedef void (*pelton_kernel)(const pelton_call* call, pelton_team* team, int thread);
 
@@ -97,6 +87,7 @@ enum {
   PELTON_ERROR_KERNEL = 3,  // no such kernel
   PELTON_ERROR_PLAN = 4,    // the plan or the step is inconsistent
   PELTON_ERROR_MEMORY = 5,
+  PELTON_ERROR_HOST = 6,  // a function of the host failed; the rest of the step was left out
 };
 
 // Run one kernel on a team `repeat` times, a barrier after each (to time it, else 1).
@@ -166,6 +157,7 @@ typedef struct pelton_plan_desc {
   const double* attrs;
   const pelton_choice* choices;
   const char* const* kernel_names;
+  const void* const* kernel_functions;  // by kernel: `function` of its calls, or NULL
   void* arena;      // 64-byte aligned
   void* workspace;  // 64-byte aligned
   int64_t arena_bytes, workspace_bytes;

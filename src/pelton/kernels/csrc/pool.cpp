@@ -106,6 +106,7 @@ struct pelton_team {
   alignas(64) std::atomic<int> running{0};
   alignas(64) std::atomic<int64_t> claimed{0};
   alignas(64) std::atomic<int> arrived{0};
+  std::atomic<bool> failed{false};
   Event passed;  // bumped each time all have arrived
   Event start;
 };
@@ -207,11 +208,16 @@ int pelton_team_run(pelton_team* team, pelton_region region, void* arg) {
   if (team->running.exchange(1, std::memory_order_acquire)) return PELTON_ERROR_BUSY;
   team->region = region;
   team->arg = arg;
+  team->failed.store(false, std::memory_order_relaxed);
   if (team->size > 1) team->start.signal();
   region(arg, team, 0);
   pelton_barrier(team, 0);
+  const bool failed = pelton_team_failed(team);
   team->running.store(0, std::memory_order_release);
-  return PELTON_OK;
+  return failed ? PELTON_ERROR_HOST : PELTON_OK;
 }
 
 }  // extern "C"
+
+void pelton_team_fail(pelton_team* team) { team->failed.store(true, std::memory_order_relaxed); }
+bool pelton_team_failed(const pelton_team* team) { return team->failed.load(std::memory_order_relaxed); }

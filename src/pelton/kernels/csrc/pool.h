@@ -5,5 +5,8 @@
 typedef void (*pelton_region)(void* arg, pelton_team* team, int thread);
 
 // Run `region` on every thread of the team, the caller being thread 0; ends with a barrier.
-// PELTON_OK, PELTON_ERROR_BUSY or PELTON_ERROR_FORKED (then nothing ran).
+// PELTON_OK, PELTON_ERROR_BUSY or PELTON_ERROR_FORKED (then nothing ran), or PELTON_ERROR_HOST.
 extern "C" int pelton_team_run(pelton_team* team, pelton_region region, void* arg);
+// End this region with PELTON_ERROR_HOST. Threads see it from the next barrier on, all the same.
+void pelton_team_fail(pelton_team* team);
+bool pelton_team_failed(const pelton_team* team);

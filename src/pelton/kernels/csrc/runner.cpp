@@ -45,6 +45,7 @@ struct Array {  // fixed size, zeroed, no exceptions
 struct Choice {
   int64_t max_tokens;
   pelton_kernel kernel;
+  const void* function;
 };
 
 struct DynamicAxis {
@@ -150,7 +151,9 @@ bool resolve_instructions(pelton_plan* p, const pelton_plan_desc* d, const Failu
     const pelton_choice& c = d->choices[i];
     if (c.kernel < 0 || c.kernel >= d->n_kernels) return fail("a choice names kernel %d of %d", c.kernel, d->n_kernels);
     const char* name = d->kernel_names[c.kernel];
-    p->choices[i] = {c.max_tokens, pelton_find_kernel(name)};
+    const void* function = d->kernel_functions[c.kernel];
+    p->choices[i] = {c.max_tokens, pelton_find_kernel(name), function};
+    if (!function != !!strncmp(name, "external.", 9)) return fail("the kernel %s and a function do not go together", name);
     if (!p->choices[i].kernel) return fail("the native library has no kernel %s for this CPU (%s)", name, pelton_cpu_level());
   }
   for (int32_t i = 0; i < d->n_instructions; i++) {
@@ -229,6 +232,7 @@ void step(void* arg, pelton_team* team, int thread) {
   for (int64_t i = 0; i < n; i++) {
     p->chosen[i](&p->calls[i], team, thread);
     if (i + 1 < n || p->seconds || p->n_captures) pelton_barrier(team, thread);  // else the region's
+    if (pelton_team_failed(team)) return;
     if (thread == 0) {
       if (p->seconds) {
         const double after = now();
@@ -298,6 +302,7 @@ int pelton_plan_run(pelton_plan* p, const int64_t* dims, void* const* inputs,
     while (choice < last && choice->max_tokens < tokens) choice++;
     if (choice->max_tokens < tokens) return PELTON_ERROR_PLAN;
     p->chosen[i] = choice->kernel;
+    p->calls[i].function = choice->function;
   }
   if (p->poison) memset(p->arena, 0xff, p->arena_bytes);
   p->captures = captures;
