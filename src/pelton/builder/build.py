@@ -15,6 +15,7 @@ from pelton.builder.directory import check_output, check_space, engine_directory
 from pelton.builder.dry_run import HeadersOnly, dry_report
 from pelton.builder.eager import EagerReference, Reference
 from pelton.builder.engine_files import total_size, write_compact, write_json, write_manifest
+from pelton.builder.extensions import write_compiled
 from pelton.builder.facts import model_recipes
 from pelton.builder.gate import QualityGate, evaluate_text, evaluation_blocks
 from pelton.builder.imported_reference import ImportedReference
@@ -105,6 +106,7 @@ def build(
                 )
             write_json(folder / "config.json", settled)
             write_json(folder / "plan.json", compiled.plan)
+            write_compiled(compiled.plan, folder)
             write_compact(folder / "weights.json", _weight_sources(opened, compiled))
             if compiled.selected.timing_cache is not None:
                 (folder / "timing_cache.json").write_bytes(encode(compiled.selected.timing_cache))

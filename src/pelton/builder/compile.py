@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pelton import nn
 from pelton.builder.calls import Program, Root, extract
 from pelton.builder.clock import Clock
+from pelton.builder.extensions import load_plugins, usable, with_extensions
 from pelton.builder.facts import (
     checkpoint_facts,
     expected_tensors,
@@ -103,6 +104,7 @@ def compile_model(
     notes += [f"{info.name}: {info.note}" for info in checkpoint.tensors.values() if info.note]
     notes += [f"config.json: {key} is not known and has no effect" for key in model.ignored_options]
     infos = readable(checkpoint)
+    load_plugins()
     assert config.target is not None
     on_gpu = device_of(config.target) == "cuda"
     selector: Selector | CudaSelector
@@ -145,9 +147,14 @@ def compile_model(
             for root, source in sources.items()
         }
     with clock("tactics"):
+        selector.tactics, dropped = usable(
+            program, quants, selector.tactics, config.activations, config.cpu_level, config.plugins
+        )
+        notes += dropped
         selected = selector.choose(program, quants)
     with clock("plan"):
         plan = lower(program, selected.choice, quants, step_limits(config))
+        plan = with_extensions(plan, selector.tactics, config.cpu_level)
     return Compiled(
         config=config,
         architecture=architecture_of(checkpoint.config),

@@ -1,0 +1,236 @@
+"""docs/extending.md: the package written there, installed, built and run from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pelton.kernels import native
+from tests.checkpoint.makers import tiny_hf_checkpoint
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "extending.md"
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not built")
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler"
+)
+
+
+def install(folder: Path, **replacements: str) -> Path:
+    """The page's package as ``pip install`` leaves it, in a folder for sys.path; texts replaced."""
+    text = PAGE.read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        head, _, code = block.partition("\n")
+        for old, new in replacements.items():
+            code = code.replace(old, new)
+        path = folder / head.removeprefix("# ")
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(code)
+    (project,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    described = tomllib.loads(project)["project"]
+    info = folder / f"{described['name'].replace('-', '_')}-{described['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {described['name']}\nVersion: {described['version']}\n")
+    (info / "top_level.txt").write_text("my_swish\n")
+    lines = []
+    for group, entries in described["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    return folder
+
+
+def python(program: str, *args: object, path: Path | None = None, **environment: str) -> tuple[int, str, str]:
+    """Run ``program`` in a process that has the package of ``path``."""
+    parts = [str(ROOT / "src"), *([str(path)] if path else [])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(parts), "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, args)], env=env, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def pelton(*args: object, path: Path | None = None, **environment: str) -> tuple[int, str, str]:
+    return python("from pelton.serving.cli.main import main; main()", *args, path=path, **environment)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_hf_checkpoint("llama", tmp_path_factory.mktemp("checkpoints"))
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["SwishForCausalLM"]
+    config["swish_beta"] = 1.5
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tactics_of(engine: Path) -> set[str]:
+    plan = json.loads((engine / "plan.json").read_text())
+    return {c["tactic"] for i in plan["instructions"] if i["op"] == "my::swish_norm" for c in i["tactics"]}
+
+
+COMPARE = """
+import sys
+import numpy as np
+from pelton.builder.probe import probe_steps
+from pelton.engine.session import Session
+
+logits = {}
+for runner in ("native", "reference"):
+    with Session(sys.argv[1], runner=runner, kv_blocks=64) as session:
+        assert session.runner_name == runner
+        steps, _ = probe_steps(session.config, session.engine.tokenizer_path, seed=3)
+        logits[runner] = np.concatenate([session.run(step).logits_NV.copy() for step in steps])
+error = np.abs(logits["native"] - logits["reference"]).max() / np.abs(logits["reference"]).max()
+assert error < 1e-4, error
+print("error", error)
+"""
+
+
+@needs_compiler
+def test_the_pages_package_is_built_and_run_from_the_command_line(tmp_path: Path, checkpoint: Path) -> None:
+    package, engine = install(tmp_path / "site"), tmp_path / "swish.engine"
+    code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+    assert code == 0, out + err
+    assert tactics_of(engine) == {"my_swish.ops.swish_norm_c"}
+    (library,) = (engine / "compiled").iterdir()
+    manifest = json.loads((engine / "manifest.json").read_text())
+    assert f"compiled/{library.name}" in [f["path"] for f in manifest["files"]]
+    code, out, err = pelton("run", engine, "hello", "--max-tokens", 4, "--temperature", 0)
+    assert code == 0, out + err  # compiled code needs no package
+    code, out, err = pelton("inspect", engine, path=package)
+    assert "my::swish_norm" in out, out + err
+    code, out, err = python(COMPARE, engine, path=package)
+    assert code == 0, err
+
+
+def test_a_python_tactic_runs_in_the_engine_and_needs_its_package(tmp_path: Path, checkpoint: Path) -> None:
+    package = install(tmp_path / "site", **{"source=C_SOURCE, priority=20": 'device="cuda"'})
+    engine = tmp_path / "swish.engine"
+    code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+    assert code == 0, out + err
+    assert tactics_of(engine) == {"my_swish.ops.swish_norm_numpy"}
+    plan = json.loads((engine / "plan.json").read_text())
+    assert plan["external"]["my_swish.ops.swish_norm_numpy"] == {
+        "kind": "python",
+        "function": "my_swish.ops:swish_norm_numpy",
+        "tensors": ["x"],
+        "package": "my-swish",
+        "version": "1.0",
+    }
+    code, out, err = python(COMPARE, engine, path=package)
+    assert code == 0, err
+    code, out, err = pelton("run", engine, "hello")
+    assert code == 2, out + err
+    assert "the engine needs my-swish 1.0, which is not installed here" in err
+
+
+def test_an_op_without_a_tactic_runs_its_reference_in_the_engine(tmp_path: Path, checkpoint: Path) -> None:
+    package = install(
+        tmp_path / "site",
+        **{
+            "source=C_SOURCE, priority=20": 'device="cuda"',
+            '@pelton.tactic("my::swish_norm")': "",
+        },
+    )
+    engine = tmp_path / "swish.engine"
+    code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+    assert code == 0, out + err
+    assert tactics_of(engine) == {"my::swish_norm.reference"}
+    code, out, err = python(COMPARE, engine, path=package)
+    assert code == 0, err
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("1.0f + expf", "1.1f + expf", r"swish_norm_c of my::swish_norm is not used: .*normalised error"),
+        (
+            "float* row = pelton",
+            "float row = pelton",
+            r"is not used: the C source of .* does not compile: line:",
+        ),
+        (
+            "np.exp(-beta * x)",
+            "np.exp(-bet * x)",
+            r"swish_norm_numpy .* is not used: .*NameError: name 'bet'",
+        ),
+    ],
+)
+def test_a_tactic_that_is_wrong_is_dropped_with_a_sentence(
+    tmp_path: Path, checkpoint: Path, old: str, new: str, message: str
+) -> None:
+    package, engine = install(tmp_path / "site", **{old: new}), tmp_path / "swish.engine"
+    code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+    assert code == 0, out + err
+    assert re.search(message, re.sub(r"\s+", " ", out + err)), out + err
+    assert len(tactics_of(engine)) == 1
+
+
+def test_a_broken_package_is_named(tmp_path: Path, checkpoint: Path) -> None:
+    package = install(tmp_path / "site", **{"import numpy as np": "import no_such_module"})
+    code, out, err = pelton("build", checkpoint, "-o", tmp_path / "swish.engine", path=package)
+    assert code == 2, out + err
+    assert "the package my-swish 1.0 offers SwishForCausalLM to Pelton" in err.replace("\n", " "), err
+    assert "No module named 'no_such_module'" in err
+    assert "Traceback" not in err
+
+
+FAIL = """
+import sys
+import numpy as np
+from pelton.builder.probe import probe_steps
+from pelton.engine.session import Session
+from pelton.errors import TacticError
+import my_swish.ops
+
+with Session(sys.argv[1], runner="native", kv_blocks=64, threads=2) as session:
+    steps, _ = probe_steps(session.config, session.engine.tokenizer_path, seed=3)
+    before = session.run(steps[0]).logits_NV.copy()
+    exp, my_swish.ops.np.exp = np.exp, None
+    try:
+        session.run(steps[0])
+    except TacticError as error:
+        print(error)
+    my_swish.ops.np.exp = exp
+    np.testing.assert_array_equal(session.run(steps[0]).logits_NV, before)
+"""
+
+
+def test_an_exception_in_a_python_tactic_ends_the_step_with_one_sentence(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    package = install(tmp_path / "site", **{"source=C_SOURCE, priority=20": 'device="cuda"'})
+    engine = tmp_path / "swish.engine"
+    code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+    assert code == 0, out + err
+    code, out, err = python(FAIL, engine, path=package)
+    assert code == 0, err
+    assert re.match(
+        r"model.layers.0.mlp.swish_norm \(my::swish_norm\): the Python tactic "
+        r"my_swish.ops:swish_norm_numpy failed: TypeError: ",
+        out,
+    ), out
+
+
+def test_two_builds_with_c_tactics_are_the_same_bytes(tmp_path: Path, checkpoint: Path) -> None:
+    package = install(tmp_path / "site")
+    manifests: list[Any] = []
+    for name in ("a", "b"):
+        engine = tmp_path / name / "swish.engine"
+        engine.parent.mkdir()
+        code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+        assert code == 0, out + err
+        manifests.append(json.loads((engine / "manifest.json").read_text()))
+    assert manifests[0] == manifests[1]
