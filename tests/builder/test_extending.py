@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +12,12 @@ import pytest
 
 from pelton.kernels import native
 from tests.checkpoint.makers import tiny_hf_checkpoint
-
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "extending.md"
+from tests.page_package import install, pelton, python
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not built")
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler"
 )
-
-
-def install(folder: Path, **replacements: str) -> Path:
-    """The page's package as ``pip install`` leaves it, in a folder for sys.path; texts replaced."""
-    text = PAGE.read_text()
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        head, _, code = block.partition("\n")
-        for old, new in replacements.items():
-            code = code.replace(old, new)
-        path = folder / head.removeprefix("# ")
-        path.parent.mkdir(exist_ok=True)
-        with path.open("a") as file:
-            file.write(code)
-    (project,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-    described = tomllib.loads(project)["project"]
-    info = folder / f"{described['name'].replace('-', '_')}-{described['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Name: {described['name']}\nVersion: {described['version']}\n")
-    (info / "top_level.txt").write_text("my_swish\n")
-    lines = []
-    for group, entries in described["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    return folder
-
-
-def python(program: str, *args: object, path: Path | None = None, **environment: str) -> tuple[int, str, str]:
-    """Run ``program`` in a process that has the package of ``path``."""
-    parts = [str(ROOT / "src"), *([str(path)] if path else [])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(parts), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, args)], env=env, capture_output=True, text=True, check=False
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def pelton(*args: object, path: Path | None = None, **environment: str) -> tuple[int, str, str]:
-    return python("from pelton.serving.cli.main import main; main()", *args, path=path, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +84,7 @@ def test_a_python_tactic_runs_in_the_engine_and_needs_its_package(tmp_path: Path
         "package": "my-swish",
         "version": "1.0",
     }
+    assert json.loads((engine / "manifest.json").read_text())["packages"] == {"my-swish": "1.0"}
     code, out, err = python(COMPARE, engine, path=package)
     assert code == 0, err
     code, out, err = pelton("run", engine, "hello")
@@ -147,6 +104,9 @@ def test_an_op_without_a_tactic_runs_its_reference_in_the_engine(tmp_path: Path,
     code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
     assert code == 0, out + err
     assert tactics_of(engine) == {"my::swish_norm.reference"}
+    assert "my::swish_norm has no tactic for a CPU: its reference in PyTorch" in re.sub(
+        r"\s+", " ", out + err
+    )
     code, out, err = python(COMPARE, engine, path=package)
     assert code == 0, err
 

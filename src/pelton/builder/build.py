@@ -138,12 +138,12 @@ def build(
                 changes.append(f"on this machine the engine runs on the slow PyTorch reference: {why_not}")
             quality = None
             if check and runs_here:
-                write_manifest(folder, hashes, target, compiled.selected.cpu_level)
+                write_manifest(folder, compiled.plan, hashes, target, compiled.selected.cpu_level)
                 with clock("check"):
                     quality = _check(folder, opened, compiled, settled, gate)
             report = build_report(opened, compiled, budget, quality, changes)
             (folder / "report.json").write_bytes(report.stored_json())
-            write_manifest(folder, hashes, target, compiled.selected.cpu_level)
+            write_manifest(folder, compiled.plan, hashes, target, compiled.selected.cpu_level)
             size = total_size(folder)
     machine = machine_report(output, compiled, budget, size, clock.seconds, peak.peak, here)
     return msgspec.structs.replace(report, machine=machine)

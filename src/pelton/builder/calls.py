@@ -125,9 +125,9 @@ class _Extraction:
                     )
             return
         op, flat = compute
-        outputs = []
+        outputs, short = [], op.name.rpartition("::")[2]
         for i, tensor in enumerate(_tensors(self._meta[node])):
-            name = self._name(node, op.name if i == 0 else f"{op.name}.{i}")
+            name = self._name(node, short if i == 0 else f"{short}.{i}")
             root = Root(name, _dtype(tensor), self._graph.shape(tensor))
             if _storage(tensor) in self._roots:
                 raise BuildError(f"{node.name} ({op.name}) returns a view of its input")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pelton import nn
 from pelton.builder.calls import Program, Root, extract
 from pelton.builder.clock import Clock
-from pelton.builder.extensions import load_plugins, usable, with_extensions
+from pelton.builder.extensions import load_plugins, notes_on, usable, with_extensions
 from pelton.builder.facts import (
     checkpoint_facts,
     expected_tensors,
@@ -155,6 +155,7 @@ def compile_model(
     with clock("plan"):
         plan = lower(program, selected.choice, quants, step_limits(config))
         plan = with_extensions(plan, selector.tactics, config.cpu_level)
+        notes += notes_on(plan)
     return Compiled(
         config=config,
         architecture=architecture_of(checkpoint.config),

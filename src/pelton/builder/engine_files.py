@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pelton.engine.artifact import FORMAT_VERSION, NATIVE_ABI, FileEntry, Manifest, file_sha256
+from pelton.engine.plan import Plan
 from pelton.version import __version__
 
 
@@ -34,14 +35,18 @@ def file_entries(folder: Path, hashes: Mapping[Path, str]) -> tuple[FileEntry, .
     )
 
 
-def write_manifest(folder: Path, hashes: Mapping[Path, str], target: str, cpu_level: str) -> None:
+def write_manifest(
+    folder: Path, plan: Plan, hashes: Mapping[Path, str], target: str, cpu_level: str
+) -> None:
     """``manifest.json`` of a new engine for ``target`` over every other file."""
+    python = [t for t in plan.external.values() if t.kind == "python"]
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         pelton_version=__version__,
         native_abi=NATIVE_ABI,
         target=target,
         cpu_level=cpu_level,
+        packages={t.package or t.function.partition(".")[0]: t.version for t in python},
         files=file_entries(folder, hashes),
     )
     write_json(folder / "manifest.json", manifest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from pelton import plugins
@@ -22,6 +23,7 @@ from pelton.kernels.compile_c import build_folder, compile_c
 from pelton.kernels.conformance import Case, ConformanceError, check
 from pelton.kernels.conformance import node_spec as sample_spec
 from pelton.kernels.tactic import Tactic
+from pelton.kernels.user_tactic import REFERENCE
 
 #: Where an engine has its compiled code.
 COMPILED = "compiled"
@@ -120,10 +122,22 @@ def _derived(op: Op, call: Call, specs: Sequence[object], has_samples: bool) -> 
         yield Sample(args=args, name=f"{call.name} with {sizes['T']} tokens")
 
 
+def notes_on(plan: Plan) -> list[str]:
+    """What the user must know of the tactics from outside that ``plan`` uses."""
+    notes = []
+    for name, tactic in plan.external.items():
+        if name.endswith(REFERENCE):
+            op = name.removesuffix(REFERENCE)
+            calls = sum(i.op == op for i in plan.instructions)
+            notes.append(
+                f"{op} has no tactic for a CPU: its reference in PyTorch ({tactic.function}) runs its "
+                f"{calls} calls in every step, and the engine needs torch and that module"
+            )
+    return notes
+
+
 def with_extensions(plan: Plan, tactics: Mapping[str, Tactic], cpu_level: str) -> Plan:
     """``plan`` with a description of the tactics and ops from outside that it uses."""
-    import msgspec
-
     names = sorted({c.tactic for i in plan.instructions for c in i.tactics})
     outside = {n: tactics[n] for n in names if tactics[n].kind != "native"}
     ops = sorted({i.op for i in plan.instructions if "::" in i.op})

@@ -56,7 +56,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     cpu_level: str = ANY
     """CPU level that the chosen kernels need (``kernels/cpu_levels.py``), or ``any``."""
     needs: tuple[str, ...] = ()
-    """Packages the engine cannot run without, besides Pelton's own dependencies."""
+    """What this engine needs of Pelton that older versions lack; one that does not know it refuses."""
+    packages: dict[str, str] = {}
+    """Python packages whose functions the engine calls -> version at build."""
     stripped: bool = False
     """The weights have been taken out; the constants are there."""
     files: tuple[FileEntry, ...]

@@ -18,6 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: Types that a tactic sees unless its ``supports`` says otherwise.
 _PLAIN = ("float32", "int32")
+#: What the name of an op's reference as a tactic ends with.
+REFERENCE = ".reference"
 
 
 def tactic(
@@ -85,7 +87,7 @@ def tactic(
 def reference_tactic(op: str, function: Any) -> Tactic:
     """The op's own reference as a tactic: what runs where no other supports a call."""
     return Tactic(
-        name=f"{op}.reference",
+        name=f"{op}{REFERENCE}",
         op=op,
         supports=_plain,
         priority=-100,
