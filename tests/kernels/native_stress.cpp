@@ -132,7 +132,7 @@ struct Call {
   // At every level of this CPU.
   void run(pelton_team* team, const char* name, int64_t workspace_bytes = 0) {
     void* workspace = aligned_alloc(64, (workspace_bytes + 127) / 64 * 64);
-    const pelton_call call = {in, out, attrs, workspace, workspace_bytes, n_in, n_out, n_attrs};
+    const pelton_call call = {in, out, attrs, workspace, workspace_bytes, n_in, n_out, n_attrs, nullptr};
     int runs = 0;
     for (int level = 0; level < PELTON_LEVELS; level++)
       if (pelton_kernel kernel = pelton_find_kernel_at(name, level))
@@ -169,6 +169,64 @@ void rows_and_elements(Random& random, pelton_team* team) {
   for (int64_t i = 0; i < n; i++) index.ints()[i] = (int32_t)random.below(tokens);
   Call().input(&x).input(&index).output(taken).run(team, "cpu.take_rows");
   taken.check_finite();
+}
+
+void pointwise(Random& random, pelton_team* team) {
+  const int64_t tokens = 1 + random.below(9), dim = random.pick(kDims, 12) + random.below(3);
+  Operand x(PELTON_F32, 2, tokens, dim), y(PELTON_F32, 2, tokens, dim), row(PELTON_F32, 2, tokens, 1);
+  const Operand *other[] = {&x, &row};
+  Operand half(random.below(2) ? PELTON_BF16 : PELTON_F16, 1, dim);
+  x.fill(random), row.fill(random), half.fill(random);
+  const char* functions[] = {"abs", "cos", "exp", "neg", "sigmoid", "sin", "square", "tanh"};
+  Call().input(&x).output(y).attr(PELTON_STRING(functions[random.below(8)])).run(team, "cpu.unary");
+  y.check_finite();
+  const char* kinds[] = {"add", "max", "min", "mul", "sub"};
+  const double kind = PELTON_STRING(kinds[random.below(5)]);
+  Call().input(&x).input(other[random.below(2)]).output(y).attr(kind).run(team, "cpu.binary");
+  Call().input(&x).input(&half).output(y).attr(kind).run(team, "cpu.binary");
+  Call().input(&row).input(&x).output(y).attr(kind).run(team, "cpu.binary");
+  y.check_finite();
+  Call().input(&x).output(y).attr(0.5).attr(PELTON_STRING("rsub")).run(team, "cpu.binary_scalar");
+  Call().input(&x).output(row).attr(PELTON_STRING("max")).attr(1).run(team, "cpu.reduce");
+  Call().input(&x).output(row).attr(PELTON_STRING("mean")).attr(1).run(team, "cpu.reduce");
+  row.check_finite();
+  Call().input(&x).output(y).run(team, "cpu.softmax");
+  y.check_finite();
+  Operand turned(PELTON_F32, 2, dim, tokens), from(PELTON_F32, 2, tokens, dim);
+  from.fill(random);
+  for (int i = 0; i < 2; i++) from.t.shape[i] = turned.t.shape[i], from.t.stride[i] = i ? dim : 1;
+  Call().input(&from).output(turned).run(team, "cpu.copy");
+  turned.check_finite();
+  Operand heads(PELTON_F32, 3, tokens, 2, dim), cos_sin(PELTON_F32, 2, tokens, 2 * (dim / 2)), out(PELTON_F32, 3, tokens, 2, dim);
+  heads.fill(random), cos_sin.fill(random);
+  Call().input(&heads).input(&cos_sin).output(out).run(team, "cpu.rope_interleaved");
+  out.check_finite();
+}
+
+// ---- Kernels from outside -------------------------------------------------------------------------
+int fails(const pelton_call*) { return 1; }
+int counts(const pelton_call* c) { return ++*(int*)c->in[0]->data, 0; }
+void adds(const pelton_kernel_args* a) {
+  int64_t first, last;
+  pelton_share(a, pelton_rows(a->in[0]), &first, &last);
+  for (int64_t r = first; r < last; r++) pelton_row(a->out[0], r)[0] = pelton_row(a->in[0], r)[0] + 1;
+}
+
+void external(Random& random, pelton_team* team) {
+  const int64_t n = 1 + random.below(40);
+  Operand x(PELTON_F32, 2, n, 1), y(PELTON_F32, 2, n, 1), count(PELTON_I32, 1, 1);
+  x.fill(random);
+  count.ints()[0] = 0;
+  const pelton_tensor *in[] = {&x.t}, *counted[] = {&count.t}, *out[] = {&y.t};
+  pelton_call call = {in, out, nullptr, nullptr, 0, 1, 1, 0, (const void*)adds};
+  CHECK(pelton_run_kernel(team, pelton_find_kernel("external.library"), &call, 1) == PELTON_OK);
+  y.check_finite();
+  call.function = (const void*)fails;
+  CHECK(pelton_run_kernel(team, pelton_find_kernel("external.host"), &call, 3) == PELTON_ERROR_HOST);
+  call.function = (const void*)counts;
+  call.in = counted;
+  CHECK(pelton_run_kernel(team, pelton_find_kernel("external.host"), &call, 5) == PELTON_OK);
+  CHECK(count.ints()[0] == 5);
 }
 
 void attention(Random& random, pelton_team* team) {
@@ -239,6 +297,8 @@ int main(int argc, char** argv) {
   for (int round = 0; round < rounds; round++) {
     pelton_team* team = pelton_team_create(1 + (int)random.below(4));
     for (int i = 0; i < 3; i++) rows_and_elements(random, team);
+    pointwise(random, team);
+    external(random, team);
     attention(random, team);
     pelton_team_destroy(team);
   }

@@ -28,7 +28,7 @@ Rule = Callable[..., Any]
 
 def is_dense(value: Any) -> bool:
     """Whether a tensor's last axis is dense in memory, as kernels need it."""
-    return value.dim() == 0 or value.stride(-1) == 1 or value.shape[-1] == 1
+    return bool(value.dim() == 0 or value.stride(-1) == 1 or value.shape[-1] == 1)
 
 
 def needs_dense(target: Any) -> bool:
