@@ -14,14 +14,16 @@ import torch
 
 from pelton import plugins
 from pelton.builder.calls import Call, Program, Root
+from pelton.builder.external import describe
 from pelton.builder.tactics import node_spec
-from pelton.engine.plan import ExternalTactic, Plan
+from pelton.engine.plan import Plan
 from pelton.errors import BuildError, MissingDependencyError
 from pelton.ir.op import NAMESPACE, Op, Sample, all_ops, get_op
 from pelton.kernels import native
 from pelton.kernels.compile_c import build_folder, compile_c
 from pelton.kernels.conformance import Case, ConformanceError, check
 from pelton.kernels.conformance import node_spec as sample_spec
+from pelton.kernels.cpu_levels import ANY
 from pelton.kernels.tactic import Tactic
 from pelton.kernels.user_tactic import REFERENCE
 
@@ -72,6 +74,9 @@ def _why_not(
     op, seen = get_op(tactic.op), set()
     if not native.available():
         return "tactics from outside run on the native library only, and it is not installed"
+    # Compiled for another CPU, it is checked as this one can run it.
+    here = cpu_level == ANY or native.has_level(cpu_level)
+    level = cpu_level if here else native.cpu_level()
     try:
         if tactic.kind == "library":
             compile_c(tactic.source, build_folder(), cpu_level=cpu_level, label=tactic.name)
@@ -83,7 +88,7 @@ def _why_not(
                 samples += _derived(op, call, spec.inputs, bool(samples))
         with native.Team(2) as team:
             for sample in samples:
-                check(Case(op, sample, tactic, cpu_level), team)
+                check(Case(op, sample, tactic, level), team)
     except (ConformanceError, BuildError, MissingDependencyError) as error:
         return str(error)
     return None
@@ -143,24 +148,8 @@ def with_extensions(plan: Plan, tactics: Mapping[str, Tactic], cpu_level: str) -
     ops = sorted({i.op for i in plan.instructions if "::" in i.op})
     return msgspec.structs.replace(
         plan,
-        external={name: _external(t, cpu_level) for name, t in outside.items()},
+        external={name: describe(t, cpu_level, f"{COMPILED}/") for name, t in outside.items()},
         op_modules={op: get_op(op).reference.__module__ for op in ops},
-    )
-
-
-def _external(tactic: Tactic, cpu_level: str) -> ExternalTactic:
-    if tactic.kind == "library":
-        path = compile_c(tactic.source, build_folder(), cpu_level=cpu_level, label=tactic.name)
-        return ExternalTactic(kind="library", function=tactic.function, file=f"{COMPILED}/{path.name}")
-    assert tactic.implementation is not None
-    package, version = plugins.package_of(tactic.implementation)
-    arguments = get_op(tactic.op).torch_op._schema.arguments
-    return ExternalTactic(
-        kind="python",
-        function=tactic.function,
-        tensors=tuple(a.name for a in arguments if "Tensor" in str(a.type)),
-        package=package,
-        version=version,
     )
 
 

@@ -23,6 +23,7 @@ from pelton.builder.timing_cache import (
     this_machine,
     update_timing_cache,
 )
+from pelton.engine.artifact import TARGET
 from pelton.engine.config import BuildConfig
 from pelton.engine.resources import cores
 from pelton.errors import ConfigError
@@ -152,7 +153,8 @@ def target_tactics(known: Mapping[str, Tactic], cpu_level: str) -> dict[str, Tac
     if not native.available():
         return known
     kernels = native.library_kernels()
-    return {name: t for name, t in known.items() if name in kernels and runs(kernels[name], cpu_level)}
+    outside = {name: t for name, t in known.items() if t.kind != "native" and t.device == TARGET}
+    return outside | {name: known[name] for name in known.keys() & kernels if runs(kernels[name], cpu_level)}
 
 
 def runs_on_this_cpu(cpu_level: str) -> bool:
@@ -161,12 +163,16 @@ def runs_on_this_cpu(cpu_level: str) -> bool:
 
 
 def needed_level(choice: Choice, cpu_level: str) -> str:
-    """``any`` where every chosen kernel has a baseline version, else the level built for."""
+    """``any`` where every chosen kernel has a baseline version, else the level built for. C code from
+    outside is compiled for that level."""
     if not native.available():
         return ANY
     kernels = native.library_kernels()
-    names = {tactic.name for table in choice.tables for _, tactic in table}
-    return ANY if all(runs(kernels[name], ANY) for name in names) else cpu_level
+    chosen = {tactic.name: tactic.kind for table in choice.tables for _, tactic in table}
+    anywhere = all(
+        runs(kernels[name], ANY) if kind == "native" else kind == "python" for name, kind in chosen.items()
+    )
+    return ANY if anywhere else cpu_level
 
 
 def _static(root: Root) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from pelton.builder.timing_inputs import sample_of
 from pelton.dtypes import ITEMSIZE
 from pelton.ir.op import get_op
 from pelton.kernels import native
-from pelton.kernels.conformance import Case, ConformanceError, check
+from pelton.kernels.conformance import Case, ConformanceError, check, levels_of
 from pelton.kernels.tactic import Tactic
 
 #: Bytes of all copies together.
@@ -70,7 +70,7 @@ class NativeTimer:
     def check(self, signature: Signature, tactic: Tactic) -> str | None:
         """On generated operands of the call's own shapes, but at most so many tokens and weight rows."""
         rows = CHECK_ROWS + signature.weight_rows % 16
-        level = native.kernel_levels()[tactic.name][-1]
+        level = levels_of(tactic)[-1]
         op = get_op(signature.op)
         sample = sample_of(op, (signature.small or signature).with_weight_rows(rows))
         with native.Team(self._threads) as team, torch.no_grad():

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from pelton.builder.external import describe
 from pelton.builder.signature import OperandSignature, Signature
 from pelton.builder.timing_inputs import packed, random_values, step_input
 from pelton.dtypes import ITEMSIZE
@@ -119,6 +120,7 @@ class Bench:
             logits=unused,
             arena_bytes=arena,
             workspace_bytes=tactic.workspace(node_spec(self._signature), self._signature.tokens),
+            external={} if tactic.kind == "native" else {tactic.name: describe(tactic, native.cpu_level())},
         )
         return NativePlan(plan, data, [], [], threads=self._threads)
 
