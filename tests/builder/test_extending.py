@@ -73,7 +73,7 @@ def test_the_pages_package_is_built_and_run_from_the_command_line(tmp_path: Path
 def test_a_python_tactic_runs_in_the_engine_and_needs_its_package(tmp_path: Path, checkpoint: Path) -> None:
     package = install(tmp_path / "site", **{"source=C_SOURCE, priority=20": 'device="cuda"'})
     engine = tmp_path / "swish.engine"
-    code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+    code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
     assert code == 0, out + err
     assert tactics_of(engine) == {"my_swish.ops.swish_norm_numpy"}
     plan = json.loads((engine / "plan.json").read_text())
@@ -101,7 +101,7 @@ def test_an_op_without_a_tactic_runs_its_reference_in_the_engine(tmp_path: Path,
         },
     )
     engine = tmp_path / "swish.engine"
-    code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+    code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
     assert code == 0, out + err
     assert tactics_of(engine) == {"my::swish_norm.reference"}
     assert "my::swish_norm has no tactic for a CPU: its reference in PyTorch" in re.sub(
@@ -132,7 +132,7 @@ def test_a_tactic_that_is_wrong_is_dropped_with_a_sentence(
     tmp_path: Path, checkpoint: Path, old: str, new: str, message: str
 ) -> None:
     package, engine = install(tmp_path / "site", **{old: new}), tmp_path / "swish.engine"
-    code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+    code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
     assert code == 0, out + err
     assert re.search(message, re.sub(r"\s+", " ", out + err)), out + err
     assert len(tactics_of(engine)) == 1
@@ -173,7 +173,7 @@ def test_an_exception_in_a_python_tactic_ends_the_step_with_one_sentence(
 ) -> None:
     package = install(tmp_path / "site", **{"source=C_SOURCE, priority=20": 'device="cuda"'})
     engine = tmp_path / "swish.engine"
-    code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+    code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
     assert code == 0, out + err
     code, out, err = python(FAIL, engine, path=package)
     assert code == 0, err
@@ -190,7 +190,7 @@ def test_two_builds_with_c_tactics_are_the_same_bytes(tmp_path: Path, checkpoint
     for name in ("a", "b"):
         engine = tmp_path / name / "swish.engine"
         engine.parent.mkdir()
-        code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
+        code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
         assert code == 0, out + err
         manifests.append(json.loads((engine / "manifest.json").read_text()))
     assert manifests[0] == manifests[1]
