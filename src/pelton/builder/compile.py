@@ -106,6 +106,7 @@ def compile_model(
     infos = readable(checkpoint)
     load_plugins()
     assert config.target is not None
+    assert config.cpu_level is not None
     on_gpu = device_of(config.target) == "cuda"
     selector: Selector | CudaSelector
     if on_gpu:

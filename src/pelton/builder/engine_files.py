@@ -35,9 +35,7 @@ def file_entries(folder: Path, hashes: Mapping[Path, str]) -> tuple[FileEntry, .
     )
 
 
-def write_manifest(
-    folder: Path, plan: Plan, hashes: Mapping[Path, str], target: str, cpu_level: str
-) -> None:
+def write_manifest(folder: Path, plan: Plan, hashes: Mapping[Path, str], target: str, cpu_level: str) -> None:
     """``manifest.json`` of a new engine for ``target`` over every other file."""
     python = [t for t in plan.external.values() if t.kind == "python"]
     manifest = Manifest(

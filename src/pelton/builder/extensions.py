@@ -144,7 +144,7 @@ def notes_on(plan: Plan) -> list[str]:
 def with_extensions(plan: Plan, tactics: Mapping[str, Tactic], cpu_level: str) -> Plan:
     """``plan`` with a description of the tactics and ops from outside that it uses."""
     names = sorted({c.tactic for i in plan.instructions for c in i.tactics})
-    outside = {n: tactics[n] for n in names if tactics[n].kind != "native"}
+    outside = {n: tactics[n] for n in names if tactics[n].kind in ("python", "library")}
     ops = sorted({i.op for i in plan.instructions if "::" in i.op})
     return msgspec.structs.replace(
         plan,

@@ -23,7 +23,6 @@ from pelton.builder.timing_cache import (
     this_machine,
     update_timing_cache,
 )
-from pelton.engine.artifact import TARGET
 from pelton.engine.config import BuildConfig
 from pelton.engine.resources import cores
 from pelton.errors import ConfigError
@@ -153,7 +152,7 @@ def target_tactics(known: Mapping[str, Tactic], cpu_level: str) -> dict[str, Tac
     if not native.available():
         return known
     kernels = native.library_kernels()
-    outside = {name: t for name, t in known.items() if t.kind != "native" and t.device == TARGET}
+    outside = {name: t for name, t in known.items() if t.kind != "native" and t.device == "cpu"}
     return outside | {name: known[name] for name in known.keys() & kernels if runs(kernels[name], cpu_level)}
 
 
