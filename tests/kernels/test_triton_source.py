@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import torch
 from pelton.ir.op import Sample, get_op
-from pelton.kernels import triton_source
+from pelton.kernels import conformance_cuda
 from pelton.kernels.conformance import ConformanceError, node_spec
+from pelton.kernels.launch import CallSpec, OperandSpec, Term
 from pelton.kernels.tactic import all_tactics
 import my_swish.triton_ops
 
@@ -29,22 +30,73 @@ wide = torch.randn(4, 200)
 for x in (torch.randn(5, 33), wide[:, 60:124], torch.randn(1, 576)):
     sample = Sample(args=(x, 1.5))
     assert tactic.supports(node_spec(op, sample))
-    print("error", triton_source.check(op, tactic, sample))
+    print("error", conformance_cuda.check(conformance_cuda.Case(op, sample, tactic, "float32"), "cpu"))
 assert not tactic.supports(node_spec(op, Sample(args=(wide[0], 1.5))))
-tactic = replace(tactic, implementation=lambda x, beta, out: out.copy_(x))
+my_swish.triton_ops.swish_norm_kernel.fn.__globals__["tl"].sqrt = lambda x: x
 try:
-    triton_source.check(op, tactic, sample)
+    conformance_cuda.check(conformance_cuda.Case(op, sample, tactic, "float32"), "cpu")
 except ConformanceError as error:
     print("found", error)
 """
 
 COMPILE = """
-(launch,) = triton_source.launches(op, tactic, (torch.empty(5, 33, device="meta"), 1.5))
-assert launch.grid == (5,), launch.grid
-assert launch.args["BLOCK"] == 64, launch.args
-cubin = triton_source.compile_cubin(launch, capability=90)
-assert cubin.code[:4] == b"\\x7fELF", cubin.code[:4]
-print("cubin", cubin.name, cubin.num_warps)
+from pelton.builder.cubins import compile_kernel
+
+x = OperandSpec(dtype="bfloat16", shape=("T", 33), strides=(40, 1))
+out = OperandSpec(dtype="bfloat16", shape=("T", 33), strides=(33, 1))
+call = CallSpec(inputs=(x,), outputs=(out,), attrs={"beta": 1.5})
+(launch,) = tactic.launches(call, 64)
+assert launch.grid == ((Term("T"),),), launch.grid
+assert [a.kind for a in launch.arguments] == ["input", "output", "int", "int", "float"], launch.arguments
+assert dict(launch.kernel.constants) == {"BLOCK": 64}
+cubin = compile_kernel(launch.kernel, 90)
+assert cubin.image[:4] == b"\\x7fELF", cubin.image[:4]
+print("cubin", cubin.name, cubin.threads)
+"""
+
+GRIDS = """
+import triton
+import triton.language as tl
+from pelton.errors import BuildError
+from pelton.kernels.triton_source import launches_of
+
+kernel = my_swish.triton_ops.swish_norm_kernel
+x = OperandSpec(dtype="float32", shape=("T", 3, 8), strides=(24, 8, 1))
+call = CallSpec(inputs=(x,), outputs=(x,), attrs={"beta": 1.0})
+
+def record(launcher):
+    return launches_of("mine", launcher, (("x", True), ("beta", False)))(call, 64)
+
+def blocks(x, beta, out):
+    kernel[lambda meta: (triton.cdiv(x.shape[0], 16) * 3, x.shape[1])](x, out, x.shape[0], 8, beta, BLOCK=8)
+
+(launch,) = record(blocks)
+assert launch.grid == ((Term("T", 16, 3),), (Term(times=3),)), launch.grid
+assert launch.arguments[2].kind == "dim" and launch.arguments[2].dim == "T", launch.arguments
+
+def view(x, beta, out):
+    kernel[(1,)](x[:, 0], out, 1, 8, beta, BLOCK=8)
+
+def square(x, beta, out):
+    kernel[(x.shape[0] ** 2,)](x, out, 1, 8, beta, BLOCK=8)
+
+def constant(x, beta, out):
+    kernel[(1,)](x, out, 1, 8, beta, BLOCK=x.shape[0])
+
+def product(x, beta, out):
+    kernel[(1,)](x, out, 3 * x.shape[0], 8, beta, BLOCK=8)
+
+def reads(x, beta, out):
+    kernel[(int(x.sum()),)](x, out, 1, 8, beta, BLOCK=8)
+
+def nothing(x, beta, out): ...
+
+for launcher in (view, square, constant, product, reads, nothing):
+    try:
+        record(launcher)
+        raise AssertionError(launcher)
+    except BuildError as error:
+        print(error)
 """
 
 
@@ -65,4 +117,21 @@ def test_the_interpreter_holds_a_tactic_to_the_reference(tmp_path: Path) -> None
 
 
 def test_a_kernel_is_compiled_without_a_gpu(tmp_path: Path) -> None:
-    assert run(COMPILE, tmp_path).startswith("cubin swish_norm_kernel 4")
+    assert run(COMPILE, tmp_path).startswith("cubin swish_norm_kernel 128")
+
+
+def test_grids_and_numbers_follow_the_tokens_or_are_refused(tmp_path: Path) -> None:
+    lines = run(GRIDS, tmp_path).splitlines()
+    for line, message in zip(
+        lines,
+        (
+            "passes as x_ptr a tensor that is no argument",
+            "has a grid of",
+            "makes the constant BLOCK depend on the number of tokens",
+            "passes as row_stride a number computed from the number of tokens",
+            "fails on tensors without values",
+            "launches no kernel",
+        ),
+        strict=True,
+    ):
+        assert line.startswith("the Triton tactic mine") and message in line, line

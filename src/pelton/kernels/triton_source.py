@@ -1,170 +1,202 @@
-"""Triton tactics from outside Pelton: checked by Triton's interpreter, compiled to cubins without a GPU.
+"""Triton tactics from outside Pelton: a launcher, recorded, becomes the launches that an engine keeps.
 
 A launcher takes the op's arguments by the schema's names as torch tensors and numbers, and ``out``, and
-launches ``@triton.jit`` kernels: ``kernel[grid](x, out, ..., BLOCK=1024)``. Engines for GPUs will carry the
-cubins; no engine does yet.
+launches ``@triton.jit`` kernels: ``kernel[grid](x, out, ..., BLOCK=1024)``. When an engine is built it runs
+twice, on meta tensors with different sizes of the dynamic dimensions: a number that is such a size each
+time is that dimension, one that is always the same is a constant, and a grid may count blocks of rows.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from pelton.errors import BuildError, MissingDependencyError
-from pelton.ir.op import Op, Sample
-from pelton.kernels.conformance import compare, split_arguments, tolerance_of
-from pelton.kernels.tactic import Tactic
+from pelton.kernels.launch import (
+    TRITON_TYPES,
+    Argument,
+    CallSpec,
+    KernelSource,
+    LaunchSpec,
+    OperandSpec,
+    Term,
+)
 
-_POINTERS = {
-    "float32": "*fp32",
-    "float16": "*fp16",
-    "bfloat16": "*bf16",
-    "int32": "*i32",
-    "int64": "*i64",
-    "int8": "*i8",
-    "uint8": "*u8",
-}
+#: Sizes that dynamic dimensions have in the two recordings: primes, so that products are told apart.
+_SIZES = ((1_000_003, 1_000_033, 1_000_037, 1_000_039), (2_000_003, 2_000_029, 2_000_039, 2_000_081))
+#: Rows that one program of a grid may take.
+_MAX_BLOCK = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One kernel launch that a launcher made."""
+@dataclass(frozen=True)
+class _Raw:
+    """A launch as the launcher made it."""
 
     kernel: Any
-    """The ``@triton.jit`` function."""
     grid: tuple[int, ...]
     args: Mapping[str, Any]
-    """By parameter; tensors are on the meta device."""
     options: Mapping[str, Any]
-    """``num_warps``, ``num_stages``, ..."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cubin:
-    """A compiled kernel."""
+def launches_of(
+    name: str, launcher: Callable[..., Any], arguments: Sequence[tuple[str, bool]]
+) -> Callable[[CallSpec, int], tuple[LaunchSpec, ...]]:
+    """``Tactic.launches`` of a launcher. ``arguments``: (name, is a tensor) in the schema's order."""
 
-    name: str
-    code: bytes
-    shared_bytes: int
-    num_warps: int
+    def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
+        return tuple(_Recording(name, launcher, arguments, call).run())
 
-
-def check(op: Op, tactic: Tactic, sample: Sample) -> float:
-    """Run the launcher in Triton's interpreter; the normalised error, or ``ConformanceError``.
-
-    TRITON_INTERPRET=1 must have been set when the kernels were defined.
-    """
-    tensors, attrs = split_arguments(op, sample.args)
-    arguments = _named(op, tensors, attrs)
-    shapes = op.shape_rule(*sample.args)
-    outputs = [torch.full(s.shape, float("nan"), dtype=s.dtype) for s in _sequence(shapes)]
-    assert tactic.implementation is not None
-    tactic.implementation(**arguments, out=outputs[0] if len(outputs) == 1 else tuple(outputs))
-    expected = _sequence(op.reference(*sample.args))
-    return max(
-        compare(got, want, tolerance_of(op, tactic, want), f"{tactic.name}: {sample.name}")
-        for got, want in zip(outputs, expected, strict=True)
-    )
+    return launches
 
 
-def launches(op: Op, tactic: Tactic, args: Sequence[Any]) -> list[Launch]:
-    """What the launcher launches for ``args``; tensors may be on the meta device, nothing is computed."""
-    jit = _triton("runtime.jit")
-    tensors, attrs = split_arguments(op, [_to_meta(a) for a in args])
-    outputs = [t.new_empty(t.shape) for t in _sequence(op.shape_rule(*[_to_meta(a) for a in args]))]
-    assert tactic.implementation is not None
-    with _recording(jit.JITFunction) as made:
-        tactic.implementation(
-            **_named(op, tensors, attrs), out=outputs[0] if len(outputs) == 1 else tuple(outputs)
+class _Recording:
+    def __init__(
+        self, name: str, launcher: Callable[..., Any], arguments: Sequence[tuple[str, bool]], call: CallSpec
+    ) -> None:
+        self._name, self._launcher, self._arguments, self._call = name, launcher, arguments, call
+        operands = [*filter(None, call.inputs), *call.outputs]
+        dims = sorted({d for o in operands for d in o.shape if isinstance(d, str)})
+        self._sizes = [dict(zip(dims, sizes, strict=False)) for sizes in _SIZES]
+
+    def run(self) -> Iterator[LaunchSpec]:
+        first, second = (self._record(sizes) for sizes in self._sizes)
+        if [r.kernel for r in first[0]] != [r.kernel for r in second[0]]:
+            self._refuse("launches other kernels for other numbers of tokens")
+        if not first[0]:
+            self._refuse("launches no kernel")
+        for a, b in zip(first[0], second[0], strict=True):
+            yield self._spec(a, first[1], b)
+
+    def _record(self, sizes: Mapping[str, int]) -> tuple[list[_Raw], dict[int, Argument]]:
+        """The launches, and which argument each tensor is, by identity."""
+        known: dict[int, Argument] = {}
+        alive = []
+
+        def tensor(spec: OperandSpec, argument: Argument) -> Any:
+            shape = [sizes[d] if isinstance(d, str) else d for d in spec.shape]
+            made = torch.empty_strided(shape, spec.strides, dtype=getattr(torch, spec.dtype), device="meta")
+            alive.append(made)
+            known[id(made)] = argument
+            return made
+
+        inputs = iter(
+            None if o is None else tensor(o, Argument("input", index=i))
+            for i, o in enumerate(self._call.inputs)
         )
-    if not made:
-        raise BuildError(f"the Triton tactic {tactic.name} launches no kernel")
-    return made
+        named = {
+            name: next(inputs) if is_tensor else self._call.attrs[name] for name, is_tensor in self._arguments
+        }
+        outputs = tuple(tensor(o, Argument("output", index=i)) for i, o in enumerate(self._call.outputs))
+        with _recording() as made:
+            try:
+                self._launcher(**named, out=outputs[0] if len(outputs) == 1 else outputs)
+            except Exception as error:
+                self._refuse(f"fails on tensors without values: {type(error).__name__}: {error}", error)
+        self._alive = alive  # identities must not be reused
+        return made, known
 
+    def _spec(self, a: _Raw, tensors: Mapping[int, Argument], b: _Raw) -> LaunchSpec:
+        types: list[tuple[str, str]] = []
+        constants: list[tuple[str, Any]] = []
+        arguments: list[Argument] = []
+        aligned = set()
+        for name, parameter in inspect.signature(a.kernel.fn).parameters.items():
+            value, other = a.args[name], b.args[name]
+            if value is None or "constexpr" in str(parameter.annotation):
+                if value != other:
+                    self._refuse(f"makes the constant {name} depend on the number of tokens")
+                constants.append((name, value))
+            elif isinstance(value, torch.Tensor):
+                if id(value) not in tensors:
+                    self._refuse(f"passes as {name} a tensor that is no argument; pass that and offsets")
+                argument = tensors[id(value)]
+                operand = self._operand(argument)
+                types.append((name, "*" + TRITON_TYPES[operand.dtype]))
+                arguments.append(argument)
+                aligned |= {name} if operand.aligned else set()
+            elif isinstance(value, bool):
+                self._refuse(f"passes the bool {name}; make it a tl.constexpr")
+            elif isinstance(value, int):
+                types.append((name, "i32"))
+                arguments.append(self._integer(name, value, other))
+            else:
+                types.append((name, "fp32"))
+                arguments.append(Argument("float", value=float(value)))
+        options = {"num_warps": 4, "num_stages": 3} | dict(a.options)
+        if unknown := options.keys() - {"num_warps", "num_stages"}:
+            self._refuse(f"gives the option {sorted(unknown)[0]}, which engines do not keep")
+        source = KernelSource(
+            module=a.kernel.fn.__module__,
+            function=a.kernel.fn.__name__,
+            types=tuple(types),
+            constants=tuple(constants),
+            aligned=frozenset(aligned),
+            **options,
+        )
+        grid = tuple((self._term(x, y),) for x, y in zip(a.grid, b.grid, strict=True))
+        return LaunchSpec(source, grid, tuple(arguments))
 
-def compile_cubin(launch: Launch, *, capability: int) -> Cubin:
-    """The launch's kernel for a compute capability (90: H100, H200). Raises ``BuildError``."""
-    compiler, backend = _triton("compiler"), _triton("backends.compiler")
-    signature = {name: _type_of(launch.kernel, name, value) for name, value in launch.args.items()}
-    constants = {n: v for n, v in launch.args.items() if signature[n] == "constexpr"}
-    source = compiler.ASTSource(fn=launch.kernel, signature=signature, constexprs=constants)
-    try:
-        made = compiler.compile(
-            source, target=backend.GPUTarget("cuda", capability, 32), options=dict(launch.options)
+    def _operand(self, argument: Argument) -> OperandSpec:
+        if argument.kind == "output":
+            return self._call.outputs[argument.index]
+        return self._call.input(argument.index)
+
+    def _integer(self, name: str, value: int, other: int) -> Argument:
+        if value == other:
+            return Argument("int", value=value)
+        for dim, size in self._sizes[0].items():
+            if (value, other) == (size, self._sizes[1][dim]):
+                return Argument("dim", dim=dim)
+        self._refuse(f"passes as {name} a number computed from the number of tokens")
+
+    def _term(self, value: int, other: int) -> Term:
+        if value == other:
+            return Term(times=value)
+        for dim, size in self._sizes[0].items():
+            for block in range(1, _MAX_BLOCK + 1):
+                term = Term(dim, block, value // -(-size // block))
+                if (term.value(self._sizes[0]), term.value(self._sizes[1])) == (value, other):
+                    return term
+        self._refuse(
+            f"has a grid of {value} for {self._sizes[0]}; use rows, or cdiv(rows, BLOCK), times a number"
         )
-    except Exception as error:
-        reason = next(
-            (line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__
-        )
-        raise BuildError(
-            f"the Triton kernel {launch.kernel.__name__} does not compile: {reason.strip()}"
-        ) from error
-    return Cubin(
-        name=made.metadata.name,
-        code=made.asm["cubin"],
-        shared_bytes=made.metadata.shared,
-        num_warps=made.metadata.num_warps,
-    )
+
+    def _refuse(self, what: str, error: Exception | None = None) -> NoReturn:
+        raise BuildError(f"the Triton tactic {self._name} {what}") from error
 
 
 @contextmanager
-def _recording(jit_function: Any) -> Iterator[list[Launch]]:
+def _recording() -> Iterator[list[_Raw]]:
     """Within, ``kernel[grid](...)`` is noted instead of run."""
-    made: list[Launch] = []
-    run = jit_function.run
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Triton tactics need Triton ({error}); install it with: pip install triton"
+        ) from error
+    made: list[_Raw] = []
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        named = dict(zip(self.arg_names, args, strict=False))
-        named |= {k: v for k, v in kwargs.items() if k in self.arg_names}
-        for parameter in self.params:
-            if parameter.name not in named and parameter.has_default:
-                named[parameter.name] = parameter.default
+        parameters = inspect.signature(self.fn).parameters
+        named = {p.name: p.default for p in parameters.values() if p.default is not inspect.Parameter.empty}
+        named |= dict(zip(parameters, args, strict=False))
+        named |= {k: v for k, v in kwargs.items() if k in parameters}
         grid = grid(named) if callable(grid) else grid
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
-        options = {k: v for k, v in kwargs.items() if k not in self.arg_names}
-        made.append(Launch(kernel=self, grid=grid, args=named, options=options))
+        options = {k: v for k, v in kwargs.items() if k not in parameters}
+        made.append(_Raw(self, grid, named, options))
 
-    jit_function.run = record
+    before = [(cls, cls.run) for cls in (JITFunction, InterpretedFunction)]
+    for cls, _ in before:
+        cls.run = record
     try:
         yield made
     finally:
-        jit_function.run = run
-
-
-def _type_of(kernel: Any, name: str, value: Any) -> str:
-    if kernel.params[kernel.arg_names.index(name)].is_constexpr or value is None:
-        return "constexpr"
-    if isinstance(value, torch.Tensor):
-        return _POINTERS[str(value.dtype).removeprefix("torch.")]
-    if isinstance(value, bool):
-        return "i1"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    return "fp32"
-
-
-def _named(op: Op, tensors: Sequence[Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-    rest = iter(tensors)
-    return {a.name: attrs[a.name] if a.name in attrs else next(rest) for a in op.torch_op._schema.arguments}
-
-
-def _sequence(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-def _to_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def _triton(module: str) -> Any:
-    try:
-        return importlib.import_module(f"triton.{module}")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"Triton is needed to compile Triton tactics ({error}); install it with: pip install triton"
-        ) from error
+        for cls, run in before:
+            cls.run = run

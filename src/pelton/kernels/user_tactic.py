@@ -18,6 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: Types that a tactic sees unless its ``supports`` says otherwise.
 _PLAIN = ("float32", "int32")
+_PLAIN_GPU = ("bfloat16", "float16", *_PLAIN)
 #: What the name of an op's reference as a tactic ends with.
 REFERENCE = ".reference"
 
@@ -57,8 +58,9 @@ def tactic(
             raise ConfigError(f"tactic {label}: there is no device {device!r} (known: cpu, cuda)")
         if source is not None and not re.search(rf"\b{function.__name__}\s*\(", source):
             raise ConfigError(f"tactic {label}: its C source defines no function {function.__name__}")
-        names = _arguments(op, label)
-        if kind == "python":
+        arguments = _arguments(op, label)
+        names = [argument for argument, _ in arguments]
+        if kind != "library":
             _check_importable(function, label)
             takes = list(inspect.signature(function).parameters)
             if takes != [*names, "out"]:
@@ -67,7 +69,11 @@ def tactic(
         made = Tactic(
             name=label,
             op=op,
-            supports=_by_arguments(names, supports) if supports else _plain,
+            supports=_by_arguments(names, supports)
+            if supports
+            else _plain_gpu
+            if kind == "triton"
+            else _plain,
             device=device,
             priority=priority,
             workspace=_workspace(names, workspace) if workspace else lambda node, max_tokens: 0,
@@ -77,6 +83,8 @@ def tactic(
             else f"{function.__module__}:{function.__qualname__}",
             source=source or "",
             implementation=function,
+            launches=_triton_launches(label, function, arguments) if kind == "triton" else None,
+            precision="bfloat16" if kind == "triton" else "float32",
         )
         register_tactic(made)
         return function
@@ -97,14 +105,25 @@ def reference_tactic(op: str, function: Any) -> Tactic:
     )
 
 
-def _arguments(op: str, label: str) -> list[str]:
-    """The op's arguments in the schema's order."""
+def _triton_launches(
+    label: str, launcher: Callable[..., Any], arguments: list[tuple[str, bool]]
+) -> Callable[[Any, int], Any]:
+    def launches(call: Any, max_tokens: int) -> Any:
+        from pelton.kernels.triton_source import launches_of
+
+        return launches_of(label, launcher, arguments)(call, max_tokens)
+
+    return launches
+
+
+def _arguments(op: str, label: str) -> list[tuple[str, bool]]:
+    """(name, is a tensor) of the op's arguments in the schema's order."""
     from pelton.ir.op import find_op
 
     found = find_op(op)
     if found is None:
         raise ConfigError(f"tactic {label}: there is no op {op}; define it first, with @pelton.op")
-    return [a.name for a in found.torch_op._schema.arguments]
+    return [(a.name, "Tensor" in str(a.type)) for a in found.torch_op._schema.arguments]
 
 
 def is_importable(function: Callable[..., Any]) -> bool:
@@ -122,6 +141,10 @@ def _check_importable(function: Callable[..., Any], label: str) -> None:
 
 def _plain(node: NodeSpec) -> bool:
     return all(t is None or (t.dtype in _PLAIN and t.quant in ("", "float32")) for t in node.inputs)
+
+
+def _plain_gpu(node: NodeSpec) -> bool:
+    return all(t is None or (t.dtype in _PLAIN_GPU and t.quant in ("", *_PLAIN_GPU)) for t in node.inputs)
 
 
 def _by_arguments(names: list[str], supports: Callable[..., bool]) -> Callable[[NodeSpec], bool]:

@@ -1,0 +1,5 @@
+"""unary on NVIDIA GPUs (``binary/triton_broadcast.py``)."""
+
+from pelton.kernels.binary.cuda import tactic
+
+TACTICS = [tactic("unary")]
