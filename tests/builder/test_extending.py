@@ -58,7 +58,7 @@ def test_the_pages_package_is_built_and_run_from_the_command_line(tmp_path: Path
     package, engine = install(tmp_path / "site"), tmp_path / "swish.engine"
     code, out, err = pelton("build", checkpoint, "-o", engine, path=package)
     assert code == 0, out + err
-    assert tactics_of(engine) == {"my_swish.ops.swish_norm_c"}
+    assert tactics_of(engine) == {"my_swish.ops:swish_norm_c"}
     (library,) = (engine / "compiled").iterdir()
     manifest = json.loads((engine / "manifest.json").read_text())
     assert f"compiled/{library.name}" in [f["path"] for f in manifest["files"]]
@@ -75,9 +75,9 @@ def test_a_python_tactic_runs_in_the_engine_and_needs_its_package(tmp_path: Path
     engine = tmp_path / "swish.engine"
     code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
     assert code == 0, out + err
-    assert tactics_of(engine) == {"my_swish.ops.swish_norm_numpy"}
+    assert tactics_of(engine) == {"my_swish.ops:swish_norm_numpy"}
     plan = json.loads((engine / "plan.json").read_text())
-    assert plan["external"]["my_swish.ops.swish_norm_numpy"] == {
+    assert plan["external"]["my_swish.ops:swish_norm_numpy"] == {
         "kind": "python",
         "function": "my_swish.ops:swish_norm_numpy",
         "tensors": ["x"],

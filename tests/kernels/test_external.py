@@ -23,7 +23,7 @@ from pelton.kernels.user_tactic import tactic
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not built")
 
-NAMES = {"python": "tests.kernels.outside.swish_norm_numpy", "library": "tests.kernels.outside.swish_norm_c"}
+NAMES = {"python": "tests.kernels.outside:swish_norm_numpy", "library": "tests.kernels.outside:swish_norm_c"}
 needs_compiler = pytest.mark.skipif(
     not any(map(compile_c.shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler"
 )

@@ -21,7 +21,7 @@ from pelton.kernels.tactic import all_tactics
 import my_swish.triton_ops
 
 op = get_op("my::swish_norm")
-tactic = all_tactics()["my_swish.triton_ops.swish_norm_triton"]
+tactic = all_tactics()["my_swish.triton_ops:swish_norm_triton"]
 assert (tactic.device, tactic.kind) == ("cuda", "triton")
 """
 

@@ -48,7 +48,7 @@ def tactic(
     """
 
     def decorate(function: F) -> F:
-        label = name or f"{function.__module__}.{function.__qualname__}"
+        label = name or f"{function.__module__}:{function.__qualname__}"
         kind: Literal["python", "library", "triton"]
         if device == "cuda":
             kind = "triton"
