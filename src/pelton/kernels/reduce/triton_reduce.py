@@ -5,11 +5,6 @@ import triton.language as tl
 
 
 @triton.jit
-def largest(a, b):
-    return tl.where(a != a, a, tl.where((b > a) | (b != b), b, a))  # NaN where either is
-
-
-@triton.jit
 def reduce(
     x,
     out,
@@ -33,7 +28,8 @@ def reduce(
         tl.store(out + row * HEADS + head, total.to(out.dtype.element_ty))
     else:
         a = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
-        top = tl.reduce(a, 0, largest)
+        nans = tl.sum(tl.where(a != a, 1.0, 0.0), axis=0)
+        top = tl.where(nans > 0.0, float("nan"), tl.max(a, axis=0))
         if KIND == "max":
             tl.store(out + row * HEADS + head, top.to(out.dtype.element_ty))
         else:
