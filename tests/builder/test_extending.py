@@ -30,6 +30,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+C_TACTIC = '@pelton.tactic("my::swish_norm", source=C_SOURCE, priority=20)'
+
+
 def tactics_of(engine: Path) -> set[str]:
     plan = json.loads((engine / "plan.json").read_text())
     return {c["tactic"] for i in plan["instructions"] if i["op"] == "my::swish_norm" for c in i["tactics"]}
@@ -71,7 +74,7 @@ def test_the_pages_package_is_built_and_run_from_the_command_line(tmp_path: Path
 
 
 def test_a_python_tactic_runs_in_the_engine_and_needs_its_package(tmp_path: Path, checkpoint: Path) -> None:
-    package = install(tmp_path / "site", **{"source=C_SOURCE, priority=20": 'device="cuda"'})
+    package = install(tmp_path / "site", **{C_TACTIC: ""})
     engine = tmp_path / "swish.engine"
     code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
     assert code == 0, out + err
@@ -96,7 +99,7 @@ def test_an_op_without_a_tactic_runs_its_reference_in_the_engine(tmp_path: Path,
     package = install(
         tmp_path / "site",
         **{
-            "source=C_SOURCE, priority=20": 'device="cuda"',
+            C_TACTIC: "",
             '@pelton.tactic("my::swish_norm")': "",
         },
     )
@@ -171,7 +174,7 @@ with Session(sys.argv[1], runner="native", kv_blocks=64, threads=2) as session:
 def test_an_exception_in_a_python_tactic_ends_the_step_with_one_sentence(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    package = install(tmp_path / "site", **{"source=C_SOURCE, priority=20": 'device="cuda"'})
+    package = install(tmp_path / "site", **{C_TACTIC: ""})
     engine = tmp_path / "swish.engine"
     code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
     assert code == 0, out + err
