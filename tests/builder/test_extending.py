@@ -197,3 +197,19 @@ def test_two_builds_with_c_tactics_are_the_same_bytes(tmp_path: Path, checkpoint
         assert code == 0, out + err
         manifests.append(json.loads((engine / "manifest.json").read_text()))
     assert manifests[0] == manifests[1]
+
+
+@pytest.mark.slow
+def test_the_pages_package_is_built_for_a_gpu_that_is_not_there(tmp_path: Path, checkpoint: Path) -> None:
+    pytest.importorskip("triton")
+    package, engine = install(tmp_path / "site"), tmp_path / "swish.engine"
+    with (package / "my_swish" / "ops.py").open("a") as file:
+        file.write("\n\nimport my_swish.triton_ops\n")
+    cache = str(tmp_path / "cache")
+    code, out, err = pelton(
+        "build", checkpoint, "-o", engine, "--target", "sm_90", path=package, TRITON_CACHE_DIR=cache
+    )
+    assert code == 0, out + err
+    assert tactics_of(engine) == {"my_swish.triton_ops:swish_norm_triton"}
+    kernels = json.loads((engine / "compiled" / "code.json").read_text())["kernels"]
+    assert {"swish_norm_kernel", "broadcast", "reduce"} <= {kernel["name"] for kernel in kernels}
