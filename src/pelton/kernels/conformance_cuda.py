@@ -114,6 +114,8 @@ def _like(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
     """``tensor`` as ``dtype`` with its strides."""
     if tensor.dtype == dtype:
         return tensor
+    if (once := _once(tensor)) is not tensor:
+        return _like(once, dtype).expand(tensor.shape)
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     out = torch.zeros(last, dtype=dtype).as_strided(tensor.shape, tensor.stride())
     return out.copy_(tensor)
@@ -175,7 +177,17 @@ def tolerance_of_dtype(op: Op, tactic: Tactic, want: torch.Tensor, dtype: str) -
     return op.tolerance["float32"] if dtype == "float32" else tolerance_of(op, tactic, want)
 
 
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """An expanded tensor without its repetitions, any other as it is."""
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
 def _to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    if (once := _once(tensor)) is not tensor:
+        return _to_device(once, device).expand(tensor.shape)
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     out = torch.zeros(max(last, 1), dtype=tensor.dtype, device=device)
     return out.as_strided(tensor.shape, tensor.stride()).copy_(tensor)

@@ -35,7 +35,7 @@ OP = register(
         reference=reference,
         shape_rule=shape_rule,
         samples=samples,
-        tolerance={"float32": 0.0},
+        tolerance={"float32": 0.0, "bfloat16": 0.0},
         any_strides=True,
     )
 )

@@ -73,9 +73,9 @@ def broadcast(
     elif KIND == "rdiv":
         a = b / a
     elif KIND == "max":
-        a = tl.where(a != a, a, tl.where((b > a) | (b != b), b, a))
+        a = tl.where(a != a, a, tl.where(b > a, b, tl.where(b != b, b, a)))
     elif KIND == "min":
-        a = tl.where(a != a, a, tl.where((b < a) | (b != b), b, a))
+        a = tl.where(a != a, a, tl.where(b < a, b, tl.where(b != b, b, a)))
     elif KIND == "pow":
         magnitude = tl.exp(b * tl.log(tl.abs(a)))
         odd = b - 2.0 * tl.floor(b * 0.5) == 1.0
