@@ -6,7 +6,6 @@ Only for an engine whose maker one trusts: the session checks that before.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +75,8 @@ class Externals:
 def _check_version(tactic: ExternalTactic) -> None:
     if not tactic.package:
         return
+    import importlib.metadata  # 20 ms that most engines do without
+
     try:
         found = importlib.metadata.version(tactic.package)
     except importlib.metadata.PackageNotFoundError:
