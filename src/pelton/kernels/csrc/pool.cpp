@@ -106,7 +106,8 @@ struct pelton_team {
   alignas(64) std::atomic<int> running{0};
   alignas(64) std::atomic<int64_t> claimed{0};
   alignas(64) std::atomic<int> arrived{0};
-  std::atomic<bool> failed{false};
+  std::atomic<bool> failed{false};   // set by any thread at any time
+  std::atomic<bool> stopped{false};  // `failed`, as it was at the last barrier: the same for all threads
   Event passed;  // bumped each time all have arrived
   Event start;
 };
@@ -197,6 +198,7 @@ void pelton_barrier(pelton_team* team, int thread) {
   if (team->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == team->size) {
     team->arrived.store(0, std::memory_order_relaxed);
     team->claimed.store(0, std::memory_order_relaxed);
+    team->stopped.store(team->failed.load(std::memory_order_relaxed), std::memory_order_relaxed);
     team->passed.signal();
   } else {
     team->passed.wait(seen, kBarrierSpinNs);
@@ -209,10 +211,11 @@ int pelton_team_run(pelton_team* team, pelton_region region, void* arg) {
   team->region = region;
   team->arg = arg;
   team->failed.store(false, std::memory_order_relaxed);
+  team->stopped.store(false, std::memory_order_relaxed);
   if (team->size > 1) team->start.signal();
   region(arg, team, 0);
   pelton_barrier(team, 0);
-  const bool failed = pelton_team_failed(team);
+  const bool failed = team->failed.load(std::memory_order_relaxed);
   team->running.store(0, std::memory_order_release);
   return failed ? PELTON_ERROR_HOST : PELTON_OK;
 }
@@ -220,4 +223,4 @@ int pelton_team_run(pelton_team* team, pelton_region region, void* arg) {
 }  // extern "C"
 
 void pelton_team_fail(pelton_team* team) { team->failed.store(true, std::memory_order_relaxed); }
-bool pelton_team_failed(const pelton_team* team) { return team->failed.load(std::memory_order_relaxed); }
+bool pelton_team_stopped(const pelton_team* team) { return team->stopped.load(std::memory_order_relaxed); }

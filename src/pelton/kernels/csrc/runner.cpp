@@ -232,7 +232,7 @@ void step(void* arg, pelton_team* team, int thread) {
   for (int64_t i = 0; i < n; i++) {
     p->chosen[i](&p->calls[i], team, thread);
     if (i + 1 < n || p->seconds || p->n_captures) pelton_barrier(team, thread);  // else the region's
-    if (pelton_team_failed(team)) return;
+    if (pelton_team_stopped(team)) return;
     if (thread == 0) {
       if (p->seconds) {
         const double after = now();
