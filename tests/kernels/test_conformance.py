@@ -63,9 +63,14 @@ def native_tactics(op: str) -> list[Tactic]:
     return [t for t in all_tactics().values() if t.op == op and (t.device, t.kind) == ("cpu", "native")]
 
 
+#: Ops of GPU plans alone: a CPU computes in float32 throughout.
+GPU_ONLY = {"to_float32"}
+
+
 def test_every_op_has_a_native_tactic() -> None:
     """But for those that passes make only where there is one."""
-    assert [name for name, op in all_ops().items() if not op.optional and not native_tactics(name)] == []
+    needed = {name for name, op in all_ops().items() if not op.optional} - GPU_ONLY
+    assert [name for name in sorted(needed) if not native_tactics(name)] == []
 
 
 def test_every_native_tactic_names_a_kernel() -> None:
