@@ -105,9 +105,21 @@ def attention_variants() -> Iterator[Variant]:
                 )
 
 
+def prefill_variants() -> Iterator[Variant]:
+    for tokens in (512, 2048, 8192):
+        floor = 1e6 * 2 * tokens**2 * HEADS * DIM / 790e12
+        call = attention_call(16)
+        for rows, keys, stages, warps in itertools.product((64, 128, 256), (32, 64, 128), (2, 3, 4), (4, 8)):
+            if rows * keys > 128 * 128:
+                continue
+            tiles = Tiles(rows, keys, 1, stages, warps)
+            works = attention(call, tiles, tokens)
+            yield Variant("prefill", tokens, asdict(tiles), works, {"T": tokens, "B": 1}, floor)
+
+
 def attention_call(page: int) -> CallSpec:
     cache = operand("P", KV_HEADS, page, DIM)
-    index = operand("B", 2048 // page, dtype="int32")
+    index = operand("B", 8192 // page, dtype="int32")
     return CallSpec(
         inputs=(
             operand("T", HEADS, DIM),
@@ -144,19 +156,22 @@ class Bench:
             for i in range(copies)
         ]
 
-    def attention_addresses(self, batch: int, page: int) -> list[tuple[list[int], list[int]]]:
-        per = CONTEXT // page
-        table = np.zeros((batch, 2048 // page), np.int32)
+    def attention_addresses(
+        self, batch: int, page: int, context: int = CONTEXT, new: int = 1
+    ) -> list[tuple[list[int], list[int]]]:
+        per = context // page
+        table = np.zeros((batch, 8192 // page), np.int32)
         table[:, :per] = np.random.default_rng(0).permutation(batch * per).reshape(batch, per)
         where = self.small.address + (512 << 20)
-        arrays = [table, np.arange(batch + 1, dtype=np.int32), np.full(batch, CONTEXT, np.int32)]
+        ends = new * np.arange(batch + 1, dtype=np.int32)
+        arrays = [table, ends, np.full(batch, context, np.int32)]
         places = []
         for array in arrays:
             self.stream.copy_in(where, array.ctypes.data, array.nbytes)
             self.stream.wait()
             places.append(where)
             where += -(-array.nbytes // 64) * 64
-        cache = batch * CONTEXT * KV_HEADS * DIM * 2
+        cache = batch * context * KV_HEADS * DIM * 2
         copies = max(1, min(24, (512 << 20) // (2 * cache)))
         return [
             (
@@ -243,8 +258,10 @@ def main() -> None:
     args = parser.parse_args()
     kinds = set(args.only.split(","))
     variants = [*linear_variants(kinds), *(attention_variants() if "attention" in kinds else ())]
+    variants += prefill_variants() if "prefill" in kinds else ()
     sources = list(dict.fromkeys(w.kernel for v in variants for w in v.works))
     print(f"{len(variants)} variants, {len(sources)} kernels", flush=True)
+    # Forked before anything here has a thread or a context.
     with ProcessPoolExecutor(cores()) as pool:
         found = dict(zip(sources, pool.map(compile_or_none, sources, chunksize=4), strict=True))
     cubins = {source: cubin for source, cubin in found.items() if cubin is not None}
@@ -258,6 +275,8 @@ def main() -> None:
             continue
         if variant.what.startswith("attention"):
             addresses = bench.attention_addresses(variant.size, int(variant.what.split()[-1]))
+        elif variant.what == "prefill":
+            addresses = bench.attention_addresses(1, 16, variant.size, variant.size)
         else:
             addresses = bench.linear_addresses(*SHAPES[variant.what.split()[1]])
         us = bench.microseconds(variant, addresses)

@@ -125,7 +125,7 @@ def compile_model(
             quant_of(recipe), dimensions, dtype, blocks=not on_gpu
         ),
         activations=config.activations,
-        has_tactic=lambda spec: bool(supporting(spec, selector.tactics)),
+        has_tactic=lambda spec: any(not t.largest_tokens for t in supporting(spec, selector.tactics)),
         modes=config.passes,
         fast=bool(config.fast_build),
     )

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pelton.engine.cuda.code import Code, Kernel, Launch, Matmul, Variants
 from pelton.engine.cuda.code import Work as StoredWork
 from pelton.engine.resources import cores
-from pelton.errors import BuildError, MissingDependencyError
+from pelton.errors import BuildError, MissingDependencyError, PeltonError
 from pelton.kernels.launch import KernelSource, LaunchSpec, Work
 from pelton.kernels.sampling.cuda import resolve_source, sampler_source
 
 #: Shared memory that a block may have, bytes, by compute capability.
 MAX_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _LEAST_SHARED = 99 << 10
+#: A process more pays from so many kernels on: it takes a second to start.
+_WORTH_A_PROCESS = 4
 
 
 @dataclass(frozen=True)
@@ -80,13 +87,9 @@ def _stored(works: Sequence[Work], index: Mapping[KernelSource, int]) -> tuple[S
     return tuple(
         Launch(kernel=index[w.kernel], grid=w.grid, arguments=w.arguments)
         if isinstance(w, LaunchSpec)
-        else Matmul(n=w.n, k=w.k, x_row=w.x_row, dtype=w.dtype, out_dtype=w.out_dtype)
+        else Matmul(**dataclasses.asdict(w))
         for w in works
     )
-
-
-def _compile(item: tuple[KernelSource, int]) -> Cubin:
-    return compile_kernel(*item)
 
 
 @dataclass
@@ -143,8 +146,45 @@ class CodeWriter:
         )
 
     def _compile_all(self, sources: Sequence[KernelSource]) -> list[Cubin]:
-        items = [(source, self.sm) for source in sources]
-        if len(items) < 4:
-            return [_compile(item) for item in items]
-        with ProcessPoolExecutor(min(cores(), len(items))) as pool:
-            return list(pool.map(_compile, items))
+        workers = min(cores(), len(sources) // _WORTH_A_PROCESS)
+        if workers < 2:
+            return [compile_kernel(source, self.sm) for source in sources]
+        # Processes of their own: a fork of one that runs threads may hang, and a spawned one would run
+        # the caller's script again.
+        shares = [list(sources[i::workers]) for i in range(workers)]
+        with ThreadPoolExecutor(workers) as pool:
+            done = list(pool.map(lambda share: _compile_elsewhere(share, self.sm), shares))
+        return [done[i % workers][i // workers] for i in range(len(sources))]
+
+
+def _compile_elsewhere(sources: list[KernelSource], sm: int) -> list[Cubin]:
+    """``compile_kernel`` of each, in another process. Raises its ``BuildError``."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    child = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"from {__name__} import work; work()"],
+        input=pickle.dumps((sources, sm)),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+        check=False,
+    )
+    if child.returncode:
+        raise BuildError(f"compiling GPU kernels failed (exit code {child.returncode}); see the lines above")
+    result = pickle.loads(child.stdout)
+    if isinstance(result, PeltonError):
+        raise result
+    cubins: list[Cubin] = result
+    return cubins
+
+
+def work() -> None:
+    """The other process: sources on stdin, cubins or an error on stdout."""
+    sources, sm = pickle.loads(sys.stdin.buffer.read())
+    out = os.dup(1)
+    os.dup2(2, 1)  # what compilers print is no result
+    result: list[Cubin] | PeltonError
+    try:
+        result = [compile_kernel(source, sm) for source in sources]
+    except PeltonError as error:
+        result = error
+    with os.fdopen(out, "wb") as pipe:
+        pipe.write(pickle.dumps(result))

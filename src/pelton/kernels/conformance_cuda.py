@@ -29,6 +29,7 @@ from pelton.kernels.tactic import Tactic, all_tactics
 
 #: Elements around an output that must stay as they were.
 MARGIN = 64
+_ELEMENTS = {"*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16, "*i32": torch.int32}
 SENTINEL = 7.5
 
 
@@ -75,7 +76,7 @@ def _decodes(op: Op, sample: Sample) -> bool:
     return bool(tokens == sequences)
 
 
-def _matmul(work: MatmulSpec, inputs: list[torch.Tensor | None], outputs: list[torch.Tensor]) -> None:
+def _matmul(work: MatmulSpec, inputs: list[torch.Tensor | None], out: torch.Tensor) -> None:
     """A product by cuBLASLt itself."""
     x, weight = inputs[:2]
     assert x is not None
@@ -93,7 +94,7 @@ def _matmul(work: MatmulSpec, inputs: list[torch.Tensor | None], outputs: list[t
         out_dtype=work.out_dtype,
         x=x.data_ptr(),
         weight=weight.data_ptr(),
-        out=outputs[0].data_ptr(),
+        out=out.data_ptr(),
     )
     stream.wait()
     cublas.close()
@@ -148,7 +149,7 @@ def check(case: Case, device: str) -> float:
         if isinstance(work, LaunchSpec):
             run(work, inputs, outputs, workspace)
         else:
-            _matmul(work, inputs, outputs)
+            _matmul(work, inputs, workspace[COUNTERS:] if work.to_workspace else outputs[0])
     if workspace[:COUNTERS].any():
         raise ConformanceError(f"{case}: left counters that are not zero")
     for storage, view in guarded:
@@ -219,15 +220,14 @@ def run(
     source = launch.kernel
     kernel = getattr(importlib.import_module(source.module), source.function)
 
-    def value(argument: Argument) -> Any:
+    def value(argument: Argument, kind: str) -> Any:
         match argument.kind:
             case "input":
                 return inputs[argument.index]
             case "output":
                 return outputs[argument.index]
             case "workspace":
-                part = workspace[argument.offset // 4 :]
-                return part if argument.offset else part.view(torch.int32)
+                return workspace[argument.offset // 4 :].view(_ELEMENTS[kind])
             case "int":
                 return int(argument.value)
             case "float":
@@ -235,7 +235,8 @@ def run(
         raise AssertionError(f"{argument} needs the sizes of a step")
 
     named: Mapping[str, Any] = {
-        name: value(argument) for (name, _), argument in zip(source.types, launch.arguments, strict=True)
+        name: value(argument, kind)
+        for (name, kind), argument in zip(source.types, launch.arguments, strict=True)
     }
     grid = tuple(sum(term.value({}) for term in axis) for axis in launch.grid)
     kernel[grid](**named, **dict(source.constants), num_warps=source.num_warps, num_stages=source.num_stages)

@@ -84,6 +84,8 @@ class MatmulSpec:
     x_row: int
     dtype: str
     out_dtype: str
+    to_workspace: bool = False
+    """Whether the result goes to the workspace instead."""
 
 
 Work = LaunchSpec | MatmulSpec

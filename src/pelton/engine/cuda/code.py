@@ -37,6 +37,7 @@ class Matmul(msgspec.Struct, frozen=True, kw_only=True, tag="matmul"):
     x_row: int
     dtype: str
     out_dtype: str
+    to_workspace: bool = False
 
 
 Work = Launch | Matmul

@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
 from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
 from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice
 from pelton.errors import EngineError
 from pelton.kernels.gpu.cublaslt import CublasLt
 from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, library
+from pelton.kernels.launch import COUNTER_BYTES
 
 
 class _Bound:
@@ -50,7 +49,8 @@ class _Product:
 
     def __init__(self, cublas: CublasLt, work: Matmul, rows: str, x: int, weight: int, out: int) -> None:
         self._cublas, self._rows = cublas, rows
-        self._arguments = msgspec.structs.asdict(work) | {"x": x, "weight": weight, "out": out}
+        self._arguments = {name: getattr(work, name) for name in ("n", "k", "x_row", "dtype", "out_dtype")}
+        self._arguments |= {"x": x, "weight": weight, "out": out}
 
     def run(self, stream: Stream, dims: Mapping[str, int]) -> None:
         if dims[self._rows]:
@@ -119,6 +119,8 @@ class Launcher:
         x, weight = (self._plan.operands[i] for i in instruction.inputs[:2])
         out = self._plan.operands[instruction.outputs[0]]
         addresses = [self._address_of(operand) for operand in (x, weight, out)]
+        if work.to_workspace:
+            addresses[2] = self._workspace + COUNTER_BYTES
         return _Product(self._cublas, work, str(x.shape[0]), *addresses)
 
     def _bind(self, instruction: Instruction, launch: Launch) -> _Bound:

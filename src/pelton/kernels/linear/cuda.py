@@ -19,7 +19,7 @@ GEMM = "pelton.kernels.linear.triton_gemm"
 _PROGRAMS = 132
 
 
-def _supports(node: NodeSpec) -> bool:
+def supports_dense(node: NodeSpec) -> bool:
     x, weight, bias = node.inputs
     dense = ("float32", "float16", "bfloat16")
     assert x is not None
@@ -28,14 +28,14 @@ def _supports(node: NodeSpec) -> bool:
     return all(kind in dense for kind in kinds)
 
 
-def _supports_cublaslt(node: NodeSpec) -> bool:
+def supports_cublaslt(node: NodeSpec) -> bool:
     x, weight, bias = node.inputs
     assert x is not None
     assert weight is not None
     return bias is None and (weight.quant or weight.dtype) == x.dtype in ("float32", "float16", "bfloat16")
 
 
-def _product(call: CallSpec, module: str, function: str) -> tuple[Builder, int, int]:
+def product(call: CallSpec, module: str, function: str) -> tuple[Builder, int, int]:
     weight = call.input(1)
     b = Builder(call, module, function).input("x", 0).input("weight", 1).input("bias", 2).output("out")
     return b, int(weight.shape[0]), int(weight.shape[1])
@@ -53,7 +53,7 @@ class GemvTiles:
 
 def gemv(call: CallSpec, tiles: GemvTiles) -> LaunchSpec:
     """One program for ``tiles.block_n`` rows of the weight and a token."""
-    b, n, k = _product(call, GEMV, "gemv")
+    b, n, k = product(call, GEMV, "gemv")
     x = call.input(0)
     b.constants(N=n, K=k, X_ROW=x.strides[0], BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k)
     b.constants(STAGES=tiles.stages)
@@ -79,7 +79,7 @@ class SkinnyTiles:
 
 def skinny(call: CallSpec, tiles: SkinnyTiles) -> LaunchSpec:
     """One program for a tile of weight rows, all tokens (up to ``tiles.block_m``) and a share of columns."""
-    b, n, k = _product(call, GEMM, "skinny")
+    b, n, k = product(call, GEMM, "skinny")
     x = call.input(0)
     if tiles.split > 1:
         b.workspace("partial").counters("counters")
@@ -140,17 +140,24 @@ def _skinny(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
 
 
 def _gemm(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-    b, n, k = _product(call, GEMM, "gemm")
+    b, n, k = product(call, GEMM, "gemm")
     x = call.input(0)
     b.dim("tokens", x.shape[0])
     b.constants(N=n, K=k, X_ROW=x.strides[0], BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, STAGES=3)
     return (b.launch((rows(x, 128, -(-n // 128)),), num_warps=8),)
 
 
-def _cublaslt(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+def cublaslt(call: CallSpec, *, to_workspace: bool = False) -> MatmulSpec:
+    """Input 0 times input 1, all of its rows."""
     x, weight, out = call.input(0), call.input(1), call.outputs[0]
     n, k = int(weight.shape[0]), int(weight.shape[1])
-    return (MatmulSpec(n=n, k=k, x_row=x.strides[0], dtype=x.dtype, out_dtype=out.dtype),)
+    return MatmulSpec(
+        n=n, k=k, x_row=x.strides[0], dtype=x.dtype, out_dtype=out.dtype, to_workspace=to_workspace
+    )
+
+
+def _cublaslt(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+    return (cublaslt(call),)
 
 
 Launches = Callable[[CallSpec, int], tuple[Work, ...]]
@@ -162,7 +169,7 @@ def _tactic(
     priority: int,
     *,
     largest: int = 0,
-    supports: Callable[[NodeSpec], bool] = _supports,
+    supports: Callable[[NodeSpec], bool] = supports_dense,
     workspace: Callable[[NodeSpec, int], int] = lambda node, max_tokens: 0,
 ) -> Tactic:
     return Tactic(
@@ -181,6 +188,6 @@ def _tactic(
 TACTICS = [
     _tactic("gemv", _gemv, 40, largest=1),
     *(_tactic(f"skinny{m}", _skinny, 30, largest=m, workspace=_skinny_bytes) for m in (16, 32, 64)),
-    _tactic("cublaslt", _cublaslt, 20, supports=_supports_cublaslt),
+    _tactic("cublaslt", _cublaslt, 20, supports=supports_cublaslt),
     _tactic("gemm", _gemm, 10),
 ]

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pelton.kernels.gated_activation.triton_gated_activation import activate
+
 
 @triton.jit
 def skinny(
@@ -61,6 +63,51 @@ def skinny(
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     at = out + m.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < tokens)[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def skinny_gated(
+    x,
+    weight,
+    bias,
+    out,
+    tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    X_ROW: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``act(gate) * up`` of a weight with N gate rows, then N up rows, for a few tokens."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    w_rows = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    x_rows = x + tl.minimum(m, tokens - 1).to(tl.int64)[None, :] * X_ROW + k[:, None]
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            v = tl.load(x_rows + start)
+            w = tl.load(w_rows + start)
+            u = tl.load(w_rows + N * K + start)
+        else:
+            v = tl.load(x_rows + start, mask=(k < K - start)[:, None], other=0.0)
+            w = tl.load(w_rows + start, mask=(k < K - start)[None, :], other=0.0)
+            u = tl.load(w_rows + N * K + start, mask=(k < K - start)[None, :], other=0.0)
+        gate = tl.dot(w.to(v.dtype), v, gate, input_precision="ieee")
+        up = tl.dot(u.to(v.dtype), v, up, input_precision="ieee")
+    if bias is not None:
+        gate += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    # Rounded as the product's own result would be.
+    g = gate.to(out.dtype.element_ty).to(tl.float32)
+    y = activate(g, KIND) * up.to(out.dtype.element_ty).to(tl.float32)
+    at = out + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(at, y.to(out.dtype.element_ty), mask=(m < tokens)[None, :] & (n < N)[:, None])
 
 
 @triton.jit

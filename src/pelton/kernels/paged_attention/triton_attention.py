@@ -27,6 +27,73 @@ def _sequence_of_tile(tile, cu_seqlens, sequences, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def _places(
+    key0,
+    column,
+    exists,
+    table,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Where the keys ``key0 + column`` lie in the cache, in elements."""
+    if PAGE % BLOCK_N == 0:
+        # The tile lies in one block: its address is a number, and its keys are contiguous.
+        block = tl.load(table + key0 // PAGE).to(tl.int64)
+        return ((block * KV_HEADS + kv_head) * PAGE + key0 % PAGE + column) * D
+    key = key0 + column
+    block = tl.load(table + key // PAGE, mask=exists, other=0).to(tl.int64)
+    return ((block * KV_HEADS + kv_head) * PAGE + key % PAGE) * D
+
+
+@triton.jit
+def _accumulate(
+    q_tile,
+    k_cache,
+    v_cache,
+    at,
+    in_head,
+    exists,
+    seen,
+    best,
+    total,
+    acc,
+    factor,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One tile of keys more. ``exists``, ``seen``: masks of keys and of scores, or True for all."""
+    d = tl.arange(0, BLOCK_D)
+    places = at[:, None] + d[None, :]
+    if exists is True and D == BLOCK_D:
+        k = tl.load(k_cache + places)
+        v = tl.load(v_cache + places)
+    else:
+        mask = in_head[None, :] if exists is True else exists[:, None] & in_head[None, :]
+        k = tl.load(k_cache + places, mask=mask, other=0.0)
+        v = tl.load(v_cache + places, mask=mask, other=0.0)
+    s = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee") * factor
+    if SOFTCAP:
+        # softcap * tanh(s / softcap), tanh(u) = 1 - 2 / (exp(2 u) + 1)
+        s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0)) * LOG2_E
+    if seen is not True:
+        s = tl.where(seen, s, float("-inf"))
+    new_best = tl.maximum(best, tl.max(s, 1))
+    # A row that has seen no key yet has -inf, and -inf - -inf is NaN.
+    shift = new_best if seen is True else tl.where(new_best == float("-inf"), 0.0, new_best)
+    p = tl.exp2(s - shift[:, None])
+    alpha = tl.exp2(best - shift)
+    total = total * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(q_tile.dtype), v.to(q_tile.dtype), acc, input_precision="ieee")
+    return new_best, total, acc
+
+
+@triton.jit
 def attention(
     q,
     k_cache,
@@ -57,7 +124,8 @@ def attention(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    # The last tiles of a long prompt see the most keys: they begin first, so that none is left alone.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     b = _sequence_of_tile(tile, cu_seqlens, sequences, BLOCK_Q)
@@ -93,37 +161,59 @@ def attention(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    begin = first_tile * BLOCK_N
+    # Tiles before ``masked`` are seen whole by every query; with a window none is known to be.
+    masked = begin
+    if WINDOW == 0:
+        whole = (tl.minimum(context + first_query + 1, last_key) // BLOCK_N) * BLOCK_N
+        masked = tl.maximum(begin, tl.minimum(whole, end))
     column = tl.arange(0, BLOCK_N)
     table = block_table + b.to(tl.int64) * COLUMNS
-    kv_heads: tl.constexpr = HEADS // GROUP
-    for key0 in tl.range(first_tile * BLOCK_N, end, BLOCK_N, num_stages=STAGES):
+    # exp2 of scores in units of log2(e), which costs no multiplication of its own.
+    factor = scale if SOFTCAP else scale * LOG2_E
+    for key0 in tl.range(begin, masked, BLOCK_N, num_stages=STAGES):
+        at = _places(key0, column, True, table, kv_head, HEADS // GROUP, D, PAGE, BLOCK_N)
+        best, total, acc = _accumulate(
+            q_tile,
+            k_cache,
+            v_cache,
+            at,
+            in_head,
+            True,
+            True,
+            best,
+            total,
+            acc,
+            factor,
+            softcap,
+            SOFTCAP,
+            D,
+            BLOCK_D,
+        )
+    for key0 in tl.range(masked, end, BLOCK_N, num_stages=STAGES):
         key = key0 + column
         exists = key < last_key
-        if PAGE % BLOCK_N == 0:
-            # The tile lies in one block: its address is a number, and its keys are contiguous.
-            block = tl.load(table + key0 // PAGE).to(tl.int64)
-            at = ((block * kv_heads + kv_head) * PAGE + key0 % PAGE + column) * D
-        else:
-            block = tl.load(table + key // PAGE, mask=exists, other=0).to(tl.int64)
-            at = ((block * kv_heads + kv_head) * PAGE + key % PAGE) * D
-        k = tl.load(k_cache + at[None, :] + d[:, None], mask=exists[None, :] & in_head[:, None], other=0.0)
-        s = tl.dot(q_tile, k.to(q_tile.dtype), input_precision="ieee") * scale
-        if SOFTCAP:
-            # softcap * tanh(s / softcap), tanh(u) = 1 - 2 / (exp(2 u) + 1)
-            s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
+        at = _places(key0, column, exists, table, kv_head, HEADS // GROUP, D, PAGE, BLOCK_N)
         seen = exists[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (key[None, :] > position[:, None] - WINDOW)
-        s = tl.where(seen, s * LOG2_E, float("-inf"))
-        new_best = tl.maximum(best, tl.max(s, 1))
-        # A row that has seen no key yet has -inf, and -inf - -inf is NaN.
-        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-        p = tl.exp2(s - shift[:, None])
-        alpha = tl.exp2(best - shift)
-        total = total * alpha + tl.sum(p, 1)
-        v = tl.load(v_cache + at[:, None] + d[None, :], mask=exists[:, None] & in_head[None, :], other=0.0)
-        acc = acc * alpha[:, None] + tl.dot(p.to(q_tile.dtype), v.to(q_tile.dtype), input_precision="ieee")
-        best = new_best
+        best, total, acc = _accumulate(
+            q_tile,
+            k_cache,
+            v_cache,
+            at,
+            in_head,
+            exists,
+            seen,
+            best,
+            total,
+            acc,
+            factor,
+            softcap,
+            SOFTCAP,
+            D,
+            BLOCK_D,
+        )
     if SPLITS == 1:
         y = acc / total[:, None]
         tl.store(

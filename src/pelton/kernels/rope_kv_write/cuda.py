@@ -5,6 +5,8 @@ from __future__ import annotations
 from pelton.kernels.launch import Builder, CallSpec, LaunchSpec, Term, power_of_two, rows
 from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
 
+#: Heads that a program handles.
+HEADS = 4
 MODULE = "pelton.kernels.rope_kv_write.triton_rope_kv_write"
 
 
@@ -19,7 +21,9 @@ def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
     b.constants(Q_HEADS=heads, KV_HEADS=kv_heads, D=dim, HALF=int(cos_sin.shape[1]) // 2)
     b.constants(PAGE=int(k_cache.shape[2]), Q_ROW=q.strides[0], K_ROW=k.strides[0], V_ROW=v.strides[0])
     b.constants(Q_HEAD=q.strides[1], K_HEAD=k.strides[1], V_HEAD=v.strides[1], BLOCK=power_of_two(dim))
-    return (b.launch((rows(q),), (Term(times=heads + kv_heads),), num_warps=1),)
+    b.constants(HEADS=HEADS)
+    parts = -(-heads // HEADS) + -(-kv_heads // HEADS)
+    return (b.launch((rows(q),), (Term(times=parts),), num_warps=2),)
 
 
 def _supports(node: NodeSpec) -> bool:

@@ -1,30 +1,32 @@
-"""rope_kv_write in Triton: one program a token and head, queries first, then keys with their values."""
+"""rope_kv_write in Triton: one program a token and ``HEADS`` heads, queries first, then keys with values."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _rotated(x, weight, cos_sin, eps, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """A head of D values at ``x``, normalised when there is a ``weight``, its first 2 * HALF rotated."""
+def _rotated(x, mask_h, weight, cos_sin, eps, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Heads of D values at ``x`` (a column of addresses), normalised when there is a ``weight``, their
+    first 2 * HALF rotated."""
     d = tl.arange(0, BLOCK)
-    mask = d < D
+    mask = mask_h[:, None] & (d < D)[None, :]
     rotates = d < 2 * HALF
     # The other of the two values that a dimension is rotated with.
     other = tl.where(d < HALF, d + HALF, tl.where(rotates, d - HALF, d))
-    a = tl.load(x + d, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x + other, mask=mask, other=0.0).to(tl.float32)
+    kind = x.dtype.element_ty
+    a = tl.load(x[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x[:, None] + other[None, :], mask=mask, other=0.0).to(tl.float32)
     if weight is not None:
         # Rounded where the reference rounds: the norm's result has the element type.
-        scale = tl.rsqrt(tl.sum(a * a, 0) / D + eps)
-        a = a * scale * tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)
-        b = b * scale * tl.load(weight + other, mask=mask, other=0.0).to(tl.float32)
-        a = a.to(x.dtype.element_ty).to(tl.float32)
-        b = b.to(x.dtype.element_ty).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
+        a = a * scale * tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        b = b * scale * tl.load(weight + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        a = a.to(kind).to(tl.float32)
+        b = b.to(kind).to(tl.float32)
     i = tl.where(d < HALF, d, d - HALF)
-    cos = tl.load(cos_sin + i, mask=rotates, other=1.0)
-    sin = tl.load(cos_sin + HALF + i, mask=rotates, other=0.0)
-    return a * cos + tl.where(d < HALF, -b, b) * sin
+    cos = tl.load(cos_sin + i, mask=rotates, other=1.0)[None, :]
+    sin = tl.load(cos_sin + HALF + i, mask=rotates, other=0.0)[None, :]
+    return a * cos + tl.where((d < HALF)[None, :], -b, b) * sin
 
 
 @triton.jit
@@ -52,22 +54,28 @@ def rope_kv_write(
     K_HEAD: tl.constexpr,
     V_HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    part = tl.program_id(1)
     d = tl.arange(0, BLOCK)
-    mask = d < D
     table = cos_sin + row * (2 * HALF)
-    if head < Q_HEADS:
-        rotated = _rotated(q + row * Q_ROW + head * Q_HEAD, q_weight, table, eps, D, HALF, BLOCK)
-        tl.store(out + (row * Q_HEADS + head) * D + d, rotated.to(out.dtype.element_ty), mask=mask)
+    q_parts: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    if part < q_parts:
+        head = part * HEADS + tl.arange(0, HEADS)
+        mask_h = head < Q_HEADS
+        rotated = _rotated(q + row * Q_ROW + head * Q_HEAD, mask_h, q_weight, table, eps, D, HALF, BLOCK)
+        at = (row * Q_HEADS + head)[:, None] * D + d[None, :]
+        tl.store(out + at, rotated.to(out.dtype.element_ty), mask=mask_h[:, None] & (d < D)[None, :])
     else:
-        head -= Q_HEADS
+        head = (part - q_parts) * HEADS + tl.arange(0, HEADS)
+        mask_h = head < KV_HEADS
         slot = tl.load(slots + row).to(tl.int64)
         if slot >= 0:
-            at = ((slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE) * D + d
-            rotated = _rotated(k + row * K_ROW + head * K_HEAD, k_weight, table, eps, D, HALF, BLOCK)
+            mask = mask_h[:, None] & (d < D)[None, :]
+            at = ((slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
+            rotated = _rotated(k + row * K_ROW + head * K_HEAD, mask_h, k_weight, table, eps, D, HALF, BLOCK)
             # As the unfused ops do: k has the element type before it gets the cache's.
             tl.store(k_cache + at, rotated.to(k.dtype.element_ty).to(k_cache.dtype.element_ty), mask=mask)
-            value = tl.load(v + row * V_ROW + head * V_HEAD + d, mask=mask, other=0.0)
+            value = tl.load(v + row * V_ROW + (head * V_HEAD)[:, None] + d[None, :], mask=mask, other=0.0)
             tl.store(v_cache + at, value.to(v_cache.dtype.element_ty), mask=mask)
