@@ -83,6 +83,7 @@ def test_no_tensor_is_read_and_no_file_is_written(
     assert [w for w in written if "__pycache__" not in str(w)] == []
     assert sorted(os.listdir()) == ["checkpoint"]
     assert report.memory.weights > 0
+    assert ("share_embedding was not tried" in report.text()) == (not tied)
     with pytest.raises(AssertionError, match="is read"):
         build("checkpoint", SMALL, output="engine")
 

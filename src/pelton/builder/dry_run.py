@@ -16,6 +16,7 @@ from pelton.builder.summary import build_report, engine_config, machine_report
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor, ValuesNotRead
 from pelton.models.checkpoint import Checkpoint
+from pelton.passes.run import NOT_TRIED
 
 #: What a build does in a second, measured on 2 cores of a server (benchmarks/build.py): bytes of weights
 #: packed and hashed, by kind, and parameters through the reference model, for each step of the check.
@@ -60,6 +61,7 @@ def dry_report(
     config = engine_config(checkpoint, compiled, None)
     budget = plan_budget(config)
     notes, untimed = budget.notes(), compiled.selected.untimed if compiled.config.timing else 0
+    notes += [f"{p.name} was {p.note}" for p in compiled.passes if p.note.startswith(NOT_TRIED)]
     if untimed:
         notes.append(f"{untimed} kinds of calls would be timed")
     machine = machine_report(output, compiled, budget, config.memory.weights, seconds, peak_build, notes)

@@ -13,6 +13,9 @@ from pelton.ir.tensors import ValuesNotRead
 from pelton.ir.verifier import check_same_effects, effects, verify
 from pelton.passes.base import Pass, PassContext, PassReport
 
+#: How the note of a pass begins that a dry run could not try.
+NOT_TRIED = "not tried"
+
 Explain = Callable[[str], None]
 """Gets the name of each pass that changed something, and its diff."""
 
@@ -79,7 +82,7 @@ def _run(p: Pass, passes: Sequence[Pass], target: nn.CausalLM | Graph, context: 
     try:
         report = p.run(target, context)
     except ValuesNotRead as tensor:
-        note = f"not tried: it compares values of {tensor}, which a dry run does not read"
+        note = f"{NOT_TRIED}: it compares values of {tensor}, which a dry run does not read"
         return PassReport(name=p.name, matched=0, changed=0, note=note)
     if context.forced(p.name):
         if report.skipped:
