@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
 from pelton.errors import CheckpointError, ConfigError
 from pelton.ir.block_encoder import quantize
-from pelton.ir.recipe import Concat, Rows, Source
+from pelton.ir.evaluate import evaluate
+from pelton.ir.recipe import AddScalar, Concat, Recipe, Rows, Scale, ScaleColumns, Source
 from pelton.ir.tensors import HostTensor, f32_to_bf16
 from pelton.kernels.layouts import LAYOUTS
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
@@ -42,6 +44,36 @@ def test_pieces_are_the_packed_weight(layout: str, quant: str) -> None:
     pieces = [make() for make in makers]
     assert len(pieces) > 4 and note == ""
     np.testing.assert_array_equal(np.concatenate(pieces), LAYOUTS[layout].pack(TENSORS[quant]))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Source("w"),
+        Rows(Source("w"), 0, 83),
+        Scale(Source("w"), 3.0),
+        ScaleColumns(Source("w"), Source("by")),
+        AddScalar(Scale(Source("w"), 2.0), 1.0),
+    ],
+    ids=lambda recipe: type(recipe).__name__,
+)
+def test_only_the_rows_of_a_piece_are_made(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"w": TENSORS["bfloat16"], "by": HostTensor("float32", (256,), VALUES[0])}
+    whole = evaluate(recipe, tensors.__getitem__)
+    made: list[int] = []
+
+    def spy(part: Recipe, read: Callable[[str], HostTensor]) -> HostTensor:
+        tensor = evaluate(part, read)
+        made.append(tensor.shape[0])
+        return tensor
+
+    monkeypatch.setattr(weights, "evaluate", spy)
+    spec = WeightSpec(name="w", source=recipe, quant="float32", layout="x16", shape=VALUES.shape)
+    makers, _ = pack_weight(spec, tensors.__getitem__)
+    packed = np.concatenate([make() for make in makers])
+    want = weights.convert(whole, "float32")
+    np.testing.assert_array_equal(packed, LAYOUTS["x16"].pack(want))
+    assert max(made) == 16 and sum(made) == 83
 
 
 def test_a_value_that_is_not_finite_is_found_in_any_piece_and_named_by_its_tensor() -> None:

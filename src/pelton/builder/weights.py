@@ -23,8 +23,8 @@ from pelton.dtypes import NATIVE_BLOCK_TYPES, is_dense
 from pelton.engine.shards import ShardWriter, TensorMeta
 from pelton.errors import BuildError, ConfigError
 from pelton.ir.blocks import dequantize
-from pelton.ir.evaluate import evaluate
-from pelton.ir.recipe import Recipe
+from pelton.ir.evaluate import evaluate, infer_quant, infer_shape
+from pelton.ir.recipe import Recipe, is_row_wise, rows
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
 from pelton.kernels.layouts import LAYOUTS
 from pelton.models.checkpoint import assert_finite, count_non_finite
@@ -128,13 +128,31 @@ def pack_weight(
         data = spec.source.data
         return iter([lambda: data]), ""
     layout = LAYOUTS[spec.layout]
-    tensor, note = unpacked(spec, read)
+    rows_of, note = _rows(spec, read)
 
     def piece(start: int, stop: int) -> Bytes:
-        rows = HostTensor(tensor.quant, (stop - start, *spec.shape[1:]), tensor.data[start:stop])
-        return layout.pack(_stored(rows, spec, read))
+        return layout.pack(_stored(rows_of(start, stop), spec, read))
 
     return (partial(piece, *bounds) for bounds in _bounds(spec.shape, layout.panel_rows)), note
+
+
+def _rows(
+    spec: WeightSpec, read: Callable[[str], HostTensor]
+) -> tuple[Callable[[int, int], HostTensor], str]:
+    """What gives rows of the weight as its recipe makes them, only those where it can; and a note."""
+    recipe = spec.source
+    if isinstance(recipe, Recipe) and len(spec.shape) == 2 and is_row_wise(recipe):
+        tensors = {name: read(name) for name in recipe.sources()}
+        _check_shape(spec, infer_shape(recipe, tensors))
+        quant = infer_quant(recipe, tensors)
+        if is_dense(quant) or is_dense(spec.quant) or quant == spec.quant:
+            return lambda start, stop: evaluate(rows(recipe, start, stop), tensors.__getitem__), ""
+    tensor, note = unpacked(spec, read)
+
+    def part(start: int, stop: int) -> HostTensor:
+        return HostTensor(tensor.quant, (stop - start, *spec.shape[1:]), tensor.data[start:stop])
+
+    return part, note
 
 
 def unpacked(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[HostTensor, str]:
@@ -143,8 +161,7 @@ def unpacked(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[HostT
         return HostTensor("float32", spec.shape, np.ascontiguousarray(spec.source, np.float32)), ""
     assert isinstance(spec.source, Recipe)
     tensor = evaluate(spec.source, read)
-    if tensor.shape != spec.shape:
-        raise BuildError(f"{spec.name} has shape {tensor.shape}, and the plan expects {spec.shape}")
+    _check_shape(spec, tensor.shape)
     if tensor.dense or tensor.quant == spec.quant or is_dense(spec.quant):
         return tensor, ""
     _assert_finite(tensor, spec, read)
@@ -153,14 +170,19 @@ def unpacked(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[HostT
     return repacked, note
 
 
-def _stored(rows: HostTensor, spec: WeightSpec, read: Callable[[str], HostTensor]) -> HostTensor:
+def _check_shape(spec: WeightSpec, shape: tuple[int, ...]) -> None:
+    if shape != spec.shape:
+        raise BuildError(f"{spec.name} has shape {shape}, and the plan expects {spec.shape}")
+
+
+def _stored(part: HostTensor, spec: WeightSpec, read: Callable[[str], HostTensor]) -> HostTensor:
     """Some rows in the type that the engine stores."""
-    _assert_finite(rows, spec, read)
-    if not rows.dense:
+    _assert_finite(part, spec, read)
+    if not part.dense:
         if not is_dense(spec.quant):
-            return rows
-        rows = HostTensor("float32", rows.shape, dequantize(rows))
-    converted = convert(rows, spec.quant)
+            return part
+        part = HostTensor("float32", part.shape, dequantize(part))
+    converted = convert(part, spec.quant)
     if converted.quant == "float16" and not np.isfinite(converted.data).all():
         raise ConfigError(f"{spec.name} has values beyond float16's range; use dtype bfloat16 or float32")
     return converted
@@ -177,12 +199,12 @@ def _assert_finite(tensor: HostTensor, spec: WeightSpec, read: Callable[[str], H
 
 def _bounds(shape: tuple[int, ...], panel_rows: int) -> Iterator[tuple[int, int]]:
     """Row ranges of about ``_CHUNK`` values, whole panels each."""
-    rows = shape[0] if shape else 1
+    count = shape[0] if shape else 1
     step = max(1, _CHUNK // max(1, math.prod(shape[1:])) // panel_rows) * panel_rows
     if len(shape) != 2:
-        step = rows
-    for start in range(0, rows, step):
-        yield start, min(rows, start + step)
+        step = count
+    for start in range(0, count, step):
+        yield start, min(count, start + step)
 
 
 def _ahead(pool: ThreadPoolExecutor, makers: Iterable[Callable[[], Bytes]]) -> Iterator[Bytes]:

@@ -207,4 +207,14 @@ def rows(base: Recipe, start: int, stop: int) -> Recipe:
             return AddScalar(rows(inner, start, stop), value)
         case Scale(inner, factor):
             return Scale(rows(inner, start, stop), factor)
+        case ScaleColumns(inner, factors):
+            return ScaleColumns(rows(inner, start, stop), factors)
     return Rows(base, start, stop)
+
+
+def is_row_wise(recipe: Recipe) -> bool:
+    """Whether ``rows`` of it are made of rows of one checkpoint tensor, so that a part costs as its size."""
+    match recipe:
+        case Rows(inner) | AddScalar(inner) | Scale(inner) | ScaleColumns(inner):
+            return is_row_wise(inner)
+    return isinstance(recipe, Source)
