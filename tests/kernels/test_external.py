@@ -132,7 +132,7 @@ def test_supports_gets_the_ops_arguments(outside: Any) -> None:
     tactic("outside::swish_norm", name="picky", supports=supports)(outside.swish_norm_numpy)
     x = TensorSpec(dtype="float32", shape=("T", 8))
     node = NodeSpec(op="outside::swish_norm", inputs=(x,), attrs={"beta": 1.5})
-    assert all_tactics()["picky"].supports(node)
+    assert all_tactics()["tests.kernels.outside:picky"].supports(node)
     assert seen == [(x, 1.5)]
 
 

@@ -43,12 +43,15 @@ def tactic(
 
     ``supports`` gets the op's arguments, tensors as ``TensorSpec`` (dtype, shape with dynamic dimensions by
     name, quant), and says whether the tactic takes such a call; by default dense float32 ones.
-    ``workspace``: scratch bytes, from the same arguments and ``max_tokens`` by keyword. ``name``: by which
-    ``--plugin OP=NAME`` asks for it. Raises ``ConfigError``.
+    ``workspace``: scratch bytes, from the same arguments and ``max_tokens`` by keyword. A tactic is called
+    "package.module:NAME", NAME being ``name`` or the function's: so ``--plugin OP=...`` asks for it. Raises
+    ``ConfigError``.
     """
 
     def decorate(function: F) -> F:
-        label = name or f"{function.__module__}:{function.__qualname__}"
+        # The colon tells such tactics from Pelton's own, in plans too.
+        label = name or function.__qualname__
+        label = label if ":" in label else f"{function.__module__}:{label}"
         kind: Literal["python", "library", "triton"]
         if device == "cuda":
             kind = "triton"
