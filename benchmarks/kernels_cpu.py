@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pelton.kernels import native
+from pelton.kernels.host import HostKernel
 from pelton.kernels.native import Array, Attr, NativeTensor
 
 
@@ -40,6 +41,7 @@ class Bench:
     workspace_bytes: int = 0
     flops: float = 0.0
     nbytes: float = 0.0
+    host: HostKernel | None = None
 
 
 def floats(*shape: int) -> Array:
@@ -123,9 +125,50 @@ def small(shape: Shape, tokens: int) -> Iterator[Bench]:
     )  # fmt: skip
 
 
+def arithmetic(shape: Shape, tokens: int) -> Iterator[Bench]:
+    """What a model's own arithmetic becomes, and a call of a Python function that does nothing."""
+    x, row, y = floats(tokens, shape.hidden), floats(tokens, 1), floats(tokens, shape.hidden)
+    nbytes = 2.0 * x.nbytes
+    for kind in ("exp", "rsqrt", "sin"):
+        yield Bench(
+            name=f"unary {kind} {tokens}",
+            kernel="cpu.unary",
+            inputs=[np.abs(x)],
+            outputs=[y],
+            attrs=[kind],
+            nbytes=nbytes,
+        )
+    for name, other in (("vector", floats(shape.hidden)), ("value a row", row)):
+        yield Bench(
+            name=f"binary mul {name} {tokens}",
+            kernel="cpu.binary",
+            inputs=[x, other],
+            outputs=[y],
+            attrs=["mul"],
+            nbytes=nbytes,
+        )
+    yield Bench(
+        name=f"reduce mean {tokens}",
+        kernel="cpu.reduce",
+        inputs=[x],
+        outputs=[row],
+        attrs=["mean", True],
+        nbytes=float(x.nbytes),
+    )
+    yield Bench(name=f"softmax {tokens}", kernel="cpu.softmax", inputs=[x], outputs=[y], nbytes=nbytes)
+    yield Bench(
+        name=f"python function {tokens}",
+        kernel=HostKernel.kernel,
+        inputs=[x],
+        outputs=[y],
+        host=HostKernel(lambda x, out: None, ["x"], {}),
+    )
+
+
 def benches(shape: Shape) -> Iterator[Bench]:
     for tokens in (1, 8, 256):
         yield from small(shape, tokens)
+        yield from arithmetic(shape, tokens)
     for dtype in ("float32", "float16", "bfloat16"):
         yield attention(shape, [(1, 320)], dtype)
         yield attention(shape, [(1, 320)] * 8, dtype)
@@ -149,6 +192,7 @@ def seconds(team: native.Team, bench: Bench, level: str | None, budget: float) -
         bench.attrs,
         workspace_bytes=bench.workspace_bytes,
         level=level,
+        function=bench.host.address if bench.host else None,
     )
     repeat(2)
     best, inner, until = float("inf"), 1, time.perf_counter() + budget
