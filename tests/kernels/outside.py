@@ -54,3 +54,26 @@ def swish_norm_numpy(x, beta, out):  # type: ignore[no-untyped-def]
 
 @tactic("outside::swish_norm", source=C_SOURCE)
 def swish_norm_c() -> None: ...
+
+
+def mean_and_rest_samples(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    x = torch.randn(4, 9, generator=generator)
+    yield x, None, "half"
+    yield x, torch.randn(9, generator=generator), "whole", True
+
+
+@op(
+    "outside::mean_and_rest(Tensor x, Tensor? weight, str part, bool negate=False) -> (Tensor, Tensor)",
+    samples=mean_and_rest_samples,
+)
+def mean_and_rest(x, weight, part, negate=False):  # type: ignore[no-untyped-def]
+    mean = x.mean(-1, keepdim=True) * (0.5 if part == "half" else 1.0)
+    rest = x - mean if weight is None else (x - mean) * weight
+    return mean, -rest if negate else rest
+
+
+@tactic("outside::mean_and_rest")
+def mean_and_rest_numpy(x, weight, part, negate, out):  # type: ignore[no-untyped-def]
+    mean, rest = out
+    mean[...] = x.mean(-1, keepdims=True) * (0.5 if part == "half" else 1.0)
+    rest[...] = (x - mean) * (1 if weight is None else weight) * (-1 if negate else 1)

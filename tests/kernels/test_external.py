@@ -35,7 +35,8 @@ def outside() -> Iterator[Any]:
     from tests.kernels import outside
 
     yield outside
-    ir_op._OPS.pop("outside::swish_norm")
+    for name in ("swish_norm", "mean_and_rest"):
+        ir_op._OPS.pop(f"outside::{name}")
     kernels_tactic._REGISTERED.clear()
 
 
@@ -55,6 +56,16 @@ def cases(name: str) -> list[conformance.Case]:
 @pytest.mark.parametrize("name", [*NAMES.values(), "outside::swish_norm.reference"])
 def test_tactics_from_outside_match_the_reference(name: str, team: native.Team) -> None:
     for case in cases(name):
+        conformance.check(case, team)
+
+
+@pytest.mark.parametrize(
+    "name", ["tests.kernels.outside:mean_and_rest_numpy", "outside::mean_and_rest.reference"]
+)
+def test_several_results_optional_tensors_strings_and_defaults(name: str, team: native.Team) -> None:
+    found = [c for c in conformance.cases(get_op("outside::mean_and_rest")) if c.tactic.name == name]
+    assert len(found) == 2
+    for case in found:
         conformance.check(case, team)
 
 
