@@ -34,6 +34,12 @@ class EngineError(UserError):
     """An engine directory is missing, damaged, too new or built for another target."""
 
 
+class DeviceError(PeltonError):
+    """The GPU failed. What is on it cannot be trusted any more: the process must start anew."""
+
+    http_status = 503
+
+
 class BuildError(PeltonError):
     """A build failed although its input was valid (for example, the accuracy check)."""
 

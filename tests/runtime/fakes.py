@@ -88,6 +88,7 @@ def fake_config(
             opt_num_tokens=1,
             timing=False,
             target="cpu",
+            gpu_memory_fraction=0.9,
             cpu_level="any",
         ),
         memory=MemoryPlan(weights=0, arena=0, workspace=0, kv_bytes_per_token=0),

@@ -15,6 +15,7 @@ from pelton.builder.profiles import apply_limits, resolve_profiles
 from pelton.builder.target import device_of, resolve_target
 from pelton.dtypes import is_dense
 from pelton.engine.config import BuildConfig
+from pelton.engine.cuda.open import check_gpu_memory_fraction
 from pelton.engine.resources import cores
 from pelton.errors import ConfigError
 from pelton.kernels import native
@@ -25,6 +26,7 @@ MAX_SEQ_LEN = 8192
 #: By kind of device: sequences and tokens in a step.
 MAX_BATCH_SIZE = {"cpu": 8, "cuda": 256}
 MAX_NUM_TOKENS = {"cpu": 512, "cuda": 4096}
+GPU_MEMORY_FRACTION = 0.9
 BLOCK_SIZE = 16
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -78,6 +80,7 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     resolve_profiles(values)
     _resolve_types(values, facts, notes)
     _resolve_threads(values, notes)
+    _resolve_gpu_memory(values)
     _resolve_fast_build(values, notes)
     _resolve_target(values, notes)
     values["model_impl"] = check_model_impl(values["model_impl"])
@@ -198,6 +201,12 @@ def _resolve_fast_build(values: dict[str, Any], notes: list[str]) -> None:
         if values["timing"]:
             raise ConfigError("timing contradicts fast_build, which times nothing; leave one of them out")
         notes.append("fast build: nothing is timed, only passes that take no time, and a check on one step")
+
+
+def _resolve_gpu_memory(values: dict[str, Any]) -> None:
+    if values["gpu_memory_fraction"] is None:
+        values["gpu_memory_fraction"] = GPU_MEMORY_FRACTION
+    check_gpu_memory_fraction(values["gpu_memory_fraction"])
 
 
 def _resolve_target(values: dict[str, Any], notes: list[str]) -> None:

@@ -62,6 +62,8 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str | None = None
     """Type of cached keys and values: float32, float16 or bfloat16 (float16, or float32 where weights
     and activations are)."""
+    gpu_memory_fraction: float | None = None
+    """Share of a GPU's free memory that a session takes, weights and KV cache together (0.9)."""
     threads: int | None = None
     """CPU threads of a session; 0, the automatic value, means all cores the process may use."""
     fast_build: bool | None = None

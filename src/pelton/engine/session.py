@@ -56,8 +56,8 @@ class Session:
       ``max_batch_size`` sequences of ``max_seq_len`` tokens, or what fits in free memory);
     - ``runner``: ``native``, ``reference`` (PyTorch, slow: for debugging), or ``auto``: native
       where the library is there, else reference with a warning;
-    - ``device``: which GPU, and ``gpu_memory_fraction``: how much of its free memory may be taken, for an
-      engine that was built for one.
+    - ``device``: which GPU, and ``gpu_memory_fraction``: how much of its free memory may be taken (as
+      built), for an engine that was built for one.
 
     Raises ``EngineError`` when the engine cannot be used, ``ConfigError`` for a bad argument.
     """
@@ -73,13 +73,16 @@ class Session:
         kv_blocks: int | Sequence[int] | None = None,
         runner: RunnerName = "auto",
         device: int = 0,
-        gpu_memory_fraction: float = 0.9,
+        gpu_memory_fraction: float | None = None,
     ) -> None:
         self.engine = engine if isinstance(engine, Engine) else open_engine(engine)
         self.engine.require_weights()
         self.config = self.engine.config
         self.threads = _resolve_threads(self.config, threads)
         self._device = gpu_device(self.engine, device) if runner != "reference" else None
+        if gpu_memory_fraction is None:
+            gpu_memory_fraction = self.config.build.gpu_memory_fraction
+        assert gpu_memory_fraction is not None
         free = None if self._device is None else gpu_free(self.engine, self._device, gpu_memory_fraction)
         self.num_blocks = resolve_num_blocks(self.config, kv_blocks, free)
         self._checker = BatchChecker(self.config, self.num_blocks, self.engine.plan.dims["N"])

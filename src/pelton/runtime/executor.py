@@ -17,7 +17,7 @@ import numpy as np
 
 from pelton.engine.artifact import Engine
 from pelton.engine.batch import Float32, ModelSession
-from pelton.errors import EngineError, NotReadyError, QueueFullError, RequestError
+from pelton.errors import DeviceError, EngineError, NotReadyError, QueueFullError, RequestError
 from pelton.runtime.ahead import Ahead, InFlight, needs_host
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.input_batch import InputBatchBuilder
@@ -262,6 +262,8 @@ class Executor:
         may have written lies in its own members' blocks."""
         try:
             results = self._compute(scheduled)
+        except DeviceError:
+            raise  # nothing on the device can be trusted, so no other request would fare better
         except Exception as error:
             if retried:
                 logger.exception("request %s failed again alone", scheduled[0].sequence.request_id)

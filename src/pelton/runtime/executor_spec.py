@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,8 @@ class ExecutorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The engine directory."""
     threads: int | None = None
     """CPU threads (as built)."""
+    gpu_memory_fraction: float | None = None
+    """Share of a GPU's free memory (as built)."""
     kv_blocks: tuple[int, ...] | None = None
     """Blocks of each KV group (what the engine's limits need, or what fits)."""
     executor: ExecutorConfig = ExecutorConfig()
@@ -28,7 +31,10 @@ class ExecutorSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Load the engine (``engine``: opened already). Raises ``EngineError`` or ``ConfigError``."""
         module, _, name = self.session.partition(":")
         factory = getattr(importlib.import_module(module), name)
-        session = factory(engine or self.engine, threads=self.threads, kv_blocks=self.kv_blocks)
+        options: dict[str, Any] = {"threads": self.threads, "kv_blocks": self.kv_blocks}
+        if self.gpu_memory_fraction is not None:
+            options["gpu_memory_fraction"] = self.gpu_memory_fraction
+        session = factory(engine or self.engine, **options)
         try:
             return Executor(session, self.executor)
         except BaseException:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, overload
 
+import msgspec
+
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig, EngineConfig
 from pelton.errors import QueueFullError, RequestError
@@ -64,7 +66,8 @@ class AsyncLLM:
         config = (
             apply_overrides(engine.config, build, engine.path) if resolved.given_as_engine else engine.config
         )
-        spec = executor_spec(engine, config, build.threads if threads is None else threads, max_waiting)
+        given = build if threads is None else msgspec.structs.replace(build, threads=threads)
+        spec = executor_spec(engine, config, given, max_waiting)
         self._setup(
             Tokenizer.from_dir(engine.tokenizer_path),
             config,
@@ -88,7 +91,7 @@ class AsyncLLM:
         overrides = overrides or BuildConfig()
         opened = open_engine(engine)
         config = apply_overrides(opened.config, overrides, engine)
-        spec = executor_spec(opened, config, overrides.threads, max_waiting, session)
+        spec = executor_spec(opened, config, overrides, max_waiting, session)
         tokenizer = Tokenizer.from_dir(opened.tokenizer_path)
         # The tokenizer loads here while the weights load there. (``gather`` would not wait for the
         # process to end when this is cancelled.)

@@ -24,6 +24,7 @@ import msgspec
 import pelton
 from pelton.engine.config import BuildConfig
 from pelton.errors import CheckpointError, ConfigError, EngineError, MissingDependencyError
+from pelton.serving.overrides import OF_THE_SESSION
 
 if TYPE_CHECKING:
     from pelton.builder.report import BuildReport
@@ -120,8 +121,8 @@ def cached_engine_path(checkpoint: Path, config: BuildConfig) -> Path:
     from pelton.engine.artifact import FORMAT_VERSION
     from pelton.models.checkpoint.hub import folder_name
 
-    # ``threads`` belongs to the session, not to the engine.
-    settings = msgspec.json.encode(msgspec.structs.replace(config, threads=None), order="sorted")
+    plain = msgspec.structs.replace(config, **dict.fromkeys(OF_THE_SESSION))
+    settings = msgspec.json.encode(plain, order="sorted")
     key = hashlib.blake2b(digest_size=8)
     for part in (fingerprint(checkpoint), pelton.__version__, str(FORMAT_VERSION), platform.machine()):
         key.update(part.encode() + b"\0")

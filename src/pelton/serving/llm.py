@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+import msgspec
+
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
 from pelton.errors import NotReadyError, PeltonError, RequestError
@@ -60,9 +62,8 @@ class LLM:
             apply_overrides(engine.config, build, engine.path) if resolved.given_as_engine else engine.config
         )
         """Limits as they hold here."""
-        spec = executor_spec(
-            engine, self.config, build.threads if threads is None else threads, 1 << 30, session
-        )
+        given = build if threads is None else msgspec.structs.replace(build, threads=threads)
+        spec = executor_spec(engine, self.config, given, 1 << 30, session)
         self.tokenizer = Tokenizer.from_dir(engine.tokenizer_path)
         self._executor = spec.open(engine)
         self._front = FrontEnd(self.tokenizer, self.config, self._executor.max_request_tokens)

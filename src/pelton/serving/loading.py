@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from pelton.engine.artifact import Engine
-from pelton.engine.config import EngineConfig
+from pelton.engine.config import BuildConfig, EngineConfig
 from pelton.engine.kv_cache import choose_num_blocks
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.executor_spec import ExecutorSpec
 
 
 def executor_spec(
-    engine: Engine, config: EngineConfig, threads: int | None, max_waiting: int, session: str | None = None
+    engine: Engine,
+    config: EngineConfig,
+    given: BuildConfig,
+    max_waiting: int,
+    session: str | None = None,
 ) -> ExecutorSpec:
-    """The executor of ``engine`` within the limits of ``config`` (see ``overrides``).
+    """The executor of ``engine`` within the limits of ``config`` (see ``overrides``), with the threads
+    and the share of a GPU that are ``given``.
 
     Raises ``ConfigError`` when the KV cache of lowered limits does not fit into memory either."""
     spec = ExecutorSpec(
         engine=str(engine.path.absolute()),
-        threads=threads,
+        threads=given.threads,
+        gpu_memory_fraction=given.gpu_memory_fraction,
         # The session knows the engine's own limits only; lower ones need a smaller cache.
-        kv_blocks=None if config == engine.config else choose_num_blocks(config),
+        kv_blocks=None if config == engine.config or engine.on_gpu else choose_num_blocks(config),
         executor=ExecutorConfig(
             max_num_seqs=config.build.max_batch_size,
             max_num_batched_tokens=config.build.max_num_tokens,

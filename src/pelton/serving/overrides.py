@@ -2,7 +2,7 @@
 
 An engine's memory and plan are made for its limits, so any limit may be lowered when it is run, and
 none raised. What is compiled into it (block size, types) cannot change; naming the value it has is
-fine. ``threads`` belongs to the session and may be anything.
+fine. What belongs to the session (threads) may be anything.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ import msgspec
 from pelton.engine.config import BuildConfig, EngineConfig
 from pelton.errors import ConfigError
 
+#: What belongs to a session, not to the engine.
+OF_THE_SESSION = ("threads", "gpu_memory_fraction")
 #: Limits that an engine can be run below.
 LOWERABLE = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_input_len")
+
+
+def of_the_session(given: BuildConfig) -> BuildConfig:
+    """Only what belongs to the session."""
+    return BuildConfig(**{name: getattr(given, name) for name in OF_THE_SESSION})
 
 
 def apply_overrides(config: EngineConfig, given: BuildConfig, engine: Path) -> EngineConfig:
@@ -25,7 +32,7 @@ def apply_overrides(config: EngineConfig, given: BuildConfig, engine: Path) -> E
     changes: dict[str, int] = {}
     for name in BuildConfig.__struct_fields__:
         wanted, built = getattr(given, name), getattr(config.build, name)
-        if wanted in (None, {}) or wanted == built or name == "threads":
+        if wanted in (None, {}) or wanted == built or name in OF_THE_SESSION:
             continue
         if name not in LOWERABLE:
             raise ConfigError(

@@ -16,10 +16,15 @@ def gpu_device(engine: Engine, index: int) -> Device | None:
     return Device(index) if engine.on_gpu else None
 
 
-def gpu_free(engine: Engine, device: Device, fraction: float) -> int:
-    """Bytes for the KV cache besides weights and work memory. Raises ``ConfigError``."""
+def check_gpu_memory_fraction(fraction: float) -> None:
+    """Raise ``ConfigError`` for what is no share."""
     if not 0 < fraction <= 1:
         raise ConfigError(f"gpu_memory_fraction must be above 0 and at most 1, not {fraction}")
+
+
+def gpu_free(engine: Engine, device: Device, fraction: float) -> int:
+    """Bytes for the KV cache besides weights and work memory. Raises ``ConfigError``."""
+    check_gpu_memory_fraction(fraction)
     memory = engine.config.memory
     free = device.memory()[0]
     needed = memory.weights + memory.arena + memory.workspace + _OVERHEAD

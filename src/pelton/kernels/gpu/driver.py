@@ -1,6 +1,6 @@
 """The CUDA driver API, as much of it as an engine needs, through ctypes.
 
-Every call that fails raises ``EngineError`` with the driver's own words. One context a process and device:
+Every call that fails raises ``DeviceError`` with the driver's own words. One context a process and device:
 the primary one, which PyTorch uses too.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pelton.errors import EngineError, MissingDependencyError
+from pelton.errors import ConfigError, DeviceError, EngineError, MissingDependencyError
 
 #: CUdevice_attribute
 _SM_COUNT, _MAJOR, _MINOR, _MAX_SHARED = 16, 75, 76, 97
@@ -24,6 +24,7 @@ _ATTR_PDL = 6
 #: Shared memory that needs no opt-in, bytes.
 _SHARED_DEFAULT = 48 * 1024
 _STREAM_NON_BLOCKING = 1
+_OUT_OF_MEMORY = 2
 _CAPTURE_THREAD_LOCAL = 1
 _EVENT_DISABLE_TIMING = 2
 
@@ -73,11 +74,18 @@ def _words(lib: Any, code: int) -> str:
 
 
 def call(name: str, *args: Any) -> None:
-    """Call ``name`` of the driver API; raises ``EngineError`` when it fails."""
+    """Call ``name`` of the driver API; raises ``DeviceError`` when it fails."""
     lib = library()
     code = getattr(lib, name)(*args)
     if code:
-        raise EngineError(f"the GPU failed ({name}): {_words(lib, code)}")
+        raise DeviceError(f"the GPU failed ({name}): {_words(lib, code)}; restart to use it again")
+
+
+def driver_version() -> str:
+    """The newest CUDA version that the driver knows, such as 13.0."""
+    version = C.c_int()
+    call("cuDriverGetVersion", C.byref(version))
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def address(value: int) -> C.c_uint64:
@@ -133,7 +141,16 @@ class Memory:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         pointer = C.c_uint64()
-        call("cuMemAlloc_v2", C.byref(pointer), C.c_size_t(max(nbytes, 16)))
+        code = library().cuMemAlloc_v2(C.byref(pointer), C.c_size_t(max(nbytes, 16)))
+        if code == _OUT_OF_MEMORY:
+            free, total = C.c_size_t(), C.c_size_t()
+            call("cuMemGetInfo_v2", C.byref(free), C.byref(total))
+            raise ConfigError(
+                f"the GPU has no {nbytes} bytes left ({free.value} of {total.value} are free); use a smaller "
+                "gpu_memory_fraction or max_batch_size, or end what else uses the GPU"
+            )
+        if code:
+            raise DeviceError(f"the GPU gives no memory: {_words(library(), code)}")
         self.address = pointer.value
 
     def fill(self, byte: int, stream: Stream) -> None:

@@ -17,6 +17,7 @@ _OPTIONAL = (
     ("torch", "building engines", "pelton[build]"),
     ("safetensors", "building from Hugging Face folders", "pelton[build]"),
     ("gguf", "building from GGUF files", "pelton[build]"),
+    ("triton", "building engines for GPUs", "pelton[cuda]"),
     ("rich", "progress bars", "pelton[build]"),
     ("fastapi", "pelton serve", "pelton[serve]"),
     ("uvicorn", "pelton serve", "pelton[serve]"),
@@ -72,6 +73,7 @@ def _examine() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "machine": f"{platform.machine()}, {cores()} cores, {human_bytes(available_memory())} free",
         "native library": _native(problems),
+        "gpu": _gpu(),
         "cache": f"{cache_dir()} ({_cache_state()})",
     }
     optional = [
@@ -96,6 +98,25 @@ def _native(problems: list[str]) -> str:
         if importlib.util.find_spec("torch") is None:
             problems.append(f"the native library does not load and torch is not installed: {error}")
         return f"missing: engines run on the slow PyTorch path ({error})"
+
+
+def _gpu() -> str:
+    """What a GPU engine finds here."""
+    from pelton.engine.resources import human_bytes
+    from pelton.errors import PeltonError
+    from pelton.kernels.gpu import cublaslt
+    from pelton.kernels.gpu.driver import Device, driver_version
+
+    try:
+        device = Device()
+    except PeltonError as error:
+        return f"none ({str(error).partition(';')[0]})"
+    free, total = device.memory()
+    blas = "with" if cublaslt.available() else "without"
+    return (
+        f"{device.name}, sm_{device.sm}, {human_bytes(free)} of {human_bytes(total)} free, driver for CUDA "
+        f"{driver_version()}, {blas} cuBLASLt"
+    )
 
 
 def _cache_state() -> str:

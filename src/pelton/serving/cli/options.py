@@ -33,6 +33,7 @@ BUILD_HELP = {
     "dtype": "Type of unquantised weights: float32, bfloat16.",
     "activations": "Input precision of quantised products: float32, int8.",
     "kv_dtype": "Type of cached keys and values: float32, float16, bfloat16.",
+    "gpu_memory_fraction": "Share of a GPU's free memory to take. On an engine: any.",
     "threads": "CPU threads; 0: all cores. On an engine: any number.",
     "fast_build": "Build in the shortest time: fewest passes, nothing timed, a shorter check.",
     "profiles": "A kind of step to be fast at, such as T=1:1:8,B=1:1:8: min:opt:max of tokens T, sequences "

@@ -10,6 +10,7 @@ from pelton.engine.config import BuildConfig
 from pelton.errors import ConfigError, MissingDependencyError
 from pelton.serving.cli.options import Command, build_options, model_argument
 from pelton.serving.cli.progress import resolve
+from pelton.serving.overrides import of_the_session
 
 
 @click.command(
@@ -109,7 +110,7 @@ def serve(
     resolved = resolve(model, config)
     launch = Launch(
         engine=Path(resolved.engine),
-        overrides=config if resolved.given_as_engine else BuildConfig(threads=config.threads),
+        overrides=config if resolved.given_as_engine else of_the_session(config),
         host=host,
         api_keys=api_keys,
         model_ids=served_model_name,
