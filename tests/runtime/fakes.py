@@ -88,6 +88,7 @@ def fake_config(
             opt_num_tokens=1,
             timing=False,
             target="cpu",
+            model_impl="pelton",
             gpu_memory_fraction=0.9,
             cpu_level="any",
         ),
