@@ -99,7 +99,7 @@ def test_an_engine_keeps_the_times_it_was_chosen_by(tmp_path: Path) -> None:
     cache = tmp_path / "times.json"
     report = build(
         RandomCheckpoint(WIDE, quant="q4_1"),
-        BuildConfig(**LIMITS),
+        BuildConfig(**LIMITS, passes={"explicit_quantise": "off"}),
         output=tmp_path / "e",
         timing_cache=cache,
     )

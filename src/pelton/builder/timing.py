@@ -5,8 +5,8 @@ copies of its weights and KV caches (``timing_bench``): together they are as lar
 reads between two uses of one weight, at most twice the last-level cache, so weights come from memory
 where they would in the model. Where a call computes for long, fewer copies do. Intermediate tensors
 stay warm, as they are there. Candidates take turns, round by round, so that a disturbance of the
-machine hits all of them. A time is the lower quartile over all calls: being disturbed only ever makes
-a call slower.
+machine hits all of them. A time is the lower quartile over runs of all copies: being disturbed only ever
+makes a run slower.
 """
 
 from __future__ import annotations

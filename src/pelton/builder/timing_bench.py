@@ -42,14 +42,18 @@ class Bench:
         self.copies = max(1, min(MAX_COPIES, working_set // max(1, self._cold_bytes())))
 
     def seconds(self, tactic: Tactic, copies: int) -> list[float]:
-        """Times of ``copies`` calls in a row, each on operands of its own."""
+        """Times of ``copies`` calls in a row, each on operands of its own: their mean, as often.
+
+        The times of single calls mislead on a busy machine. The thread that reads the clock may be late
+        by most of a call; then that call seems long, and the next, which the other threads have done
+        meanwhile, to take no time at all."""
         key = tactic.name, copies
         if key not in self._plans:
             self._plans[key] = self._plan(tactic, copies)
         plan = self._plans[key]
         plan.start_profile()
         plan.run(self._step)
-        return [t.seconds for t in plan.profile()]
+        return [sum(t.seconds for t in plan.profile()) / copies] * copies
 
     def close(self) -> None:
         """End all threads; idempotent."""
