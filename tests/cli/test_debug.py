@@ -13,7 +13,7 @@ import pytest
 
 from pelton.builder.eager_probe import EagerProbe
 from pelton.engine.artifact import open_engine
-from pelton.engine.debug import SessionProbe, compare
+from pelton.engine.debug import OwnErrors, SessionProbe, compare
 from pelton.engine.pieces import Piece, make_batch
 from pelton.engine.plan import Plan, TacticChoice
 from pelton.engine.session import Session
@@ -106,6 +106,32 @@ def test_a_spoilt_weight_is_named_beside_its_checkpoint(text_engine: Path, tmp_p
     spoilt = copy(text_engine, tmp_path)
     spoil_weight(spoilt, f"{DOWN}.weight")
     assert first(spoilt) == f"{DOWN}.linear"
+
+
+@pytest.mark.parametrize("passes", [{}, {"explicit_quantise": "off"}])
+def test_rounding_to_int8_is_no_departure(passes: dict[str, str], tmp_path: Path) -> None:
+    """Not beside the reference, nor beside the float32 model; rows quantised by an instruction or not."""
+    checkpoint = text_checkpoint("q4_1", hidden_size=256, intermediate_size=512)
+    engine = build_text_engine(tmp_path / "e.engine", checkpoint, passes=passes)
+    tokens, blocks = np.arange(20, dtype=np.int32), np.array([1, 0, 2], np.int32)
+    for other in ("reference", "eager"):
+        session = Session(engine, kv_blocks=3)
+        opened = session.engine
+        packed = {b.name for b in opened.plan.buffers if b.kind == "arena" and b.dtype == "uint8"}
+        assert bool(packed) == (not passes)
+        batch = make_batch([Piece(tokens=tokens, start=0, blocks=blocks)], opened.config)
+        left = SessionProbe(session, "engine")
+        if other == "reference":
+            right: Any = SessionProbe(Session(engine, kv_blocks=3, runner="reference"), "reference")
+            found = compare(opened.plan, left, right, [batch], OwnErrors(session, session.num_blocks))
+        else:
+            right = EagerProbe(checkpoint, opened.config, opened.plan, 3)
+            found = compare(opened.plan, left, right, [batch])
+        assert found.first is None, found.first
+        assert max(e.error for e in found.errors) > 1e-3
+        assert not {e.name for e in found.errors} & packed
+        left.close()
+        right.close()
 
 
 def test_engines_with_other_fusions_are_compared_by_name(

@@ -7,12 +7,14 @@ counting as two; everything else is counted as none.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pelton.dtypes import ITEMSIZE
 from pelton.engine.plan import Buffer, Dim, Instruction, Operand, Plan
 from pelton.kernels.layouts import LAYOUTS
+from pelton.kernels.tactic import all_tactics
 
 #: Ops that read only the rows they return: of a weight (embedding) or of their first input.
 _GATHERS = ("embedding", "take_rows")
@@ -61,6 +63,19 @@ class Cost:
 def step_costs(plan: Plan, step: StepShape) -> list[Cost]:
     """The cost of each instruction of ``plan`` in a step of that shape."""
     return [_cost(plan, instruction, step) for instruction in plan.instructions]
+
+
+def runs_int8(plan: Plan, instruction: Instruction, tactic: str) -> bool:
+    """Whether the instruction's products are of int8 values: it reads packed ones, or makes them itself."""
+    inputs = [plan.buffers[plan.operands[i].buffer] for i in instruction.inputs if i >= 0]
+    packed = any(b.kind == "arena" and b.dtype == "uint8" for b in inputs)
+    return packed or precisions().get(tactic) == "int8"
+
+
+@functools.cache
+def precisions() -> Mapping[str, str]:
+    """The precision of every tactic by its name: float32, int8, ..."""
+    return {name: tactic.precision for name, tactic in all_tactics().items()}
 
 
 def _cost(plan: Plan, instruction: Instruction, step: StepShape) -> Cost:

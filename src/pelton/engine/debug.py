@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.engine.batch import InputBatch
+from pelton.engine.cost import precisions
 from pelton.engine.kv_cache import KVCaches, allocate
 from pelton.engine.layers import instruction_layers
 from pelton.engine.plan import Instruction, Plan
@@ -194,11 +195,15 @@ def _step_errors(
         ]
         for name, buffer in made:
             a, b = left.get(name), right.get(name)
-            by_buffer[buffer] = inherited
+            # Where the error is not known, what it may be. Packed int8 is not compared: it shows in the next
+            # instruction.
+            packed = plan.buffers[buffer].dtype == "uint8"
+            bound = BOUNDS["int8"] if packed else instruction_bound(plan, instruction)
+            by_buffer[buffer] = max(inherited, bound / AMPLIFICATION)
             if a is None or b is None or a.shape != b.shape:
                 missing[name] = None
                 continue
-            if a.dtype != np.float32 or b.dtype != np.float32:
+            if packed:
                 continue
             error = normalised_error(a, b)
             by_buffer[buffer] = max(error, 0.0)
@@ -209,7 +214,7 @@ def _step_errors(
                     name=name,
                     error=error,
                     inherited=inherited,
-                    bound=instruction_bound(plan, instruction),
+                    bound=bound,
                     own=own.get(name),
                 )
             )
@@ -218,14 +223,15 @@ def _step_errors(
 
 def instruction_bound(plan: Plan, instruction: Instruction) -> float:
     """The largest error that ``instruction`` may have by itself."""
-    if any(choice.tactic.endswith(".int8") or "q8" in choice.tactic for choice in instruction.tactics):
+    own = {precisions().get(c.tactic, "float32") for c in instruction.tactics}
+    if "int8" in own:
         return BOUNDS["int8"]
     dtypes = {
         plan.buffers[plan.operands[i].buffer].dtype
         for i in (*instruction.inputs, *instruction.outputs)
         if i >= 0
     }
-    return BOUNDS["16 bits"] if dtypes & set(_HALVES) else BOUNDS["float32"]
+    return BOUNDS["16 bits"] if (dtypes | own) & set(_HALVES) else BOUNDS["float32"]
 
 
 def written_caches(plan: Plan, instruction: Instruction) -> list[tuple[str, int, str]]:

@@ -47,15 +47,15 @@ def difference(a: Engine, b: Engine) -> Difference:
     """What changes from ``a`` to ``b``. Raises ``ConfigError`` when they are of different models."""
     _check_one_model(a, b)
     left, right = a.config, b.config
-    reports = a.report(), b.report()
+    before, after = dict[str, Any](a.report()), dict[str, Any](b.report())
     return Difference(
         settings=_fields(msgspec.to_builtins(left.build), msgspec.to_builtins(right.build)),
         plan=_plan(a.plan, b.plan),
         tactics=_tactics(a.plan, b.plan),
         weights=_fields(_weight_types(a), _weight_types(b)),
         memory=_fields(msgspec.to_builtins(left.memory), msgspec.to_builtins(right.memory)),
-        passes=_fields(_pass_facts(reports[0]), _pass_facts(reports[1])),
-        quality=_fields(reports[0].get("quality") or {}, reports[1].get("quality") or {}),
+        passes=_fields(_pass_facts(before), _pass_facts(after)),
+        quality=_fields(before.get("quality") or {}, after.get("quality") or {}),
         files=_fields(_hashes(a), _hashes(b)),
     )
 

@@ -103,8 +103,8 @@ def phases(steps: Sequence[StepProfile]) -> list[PhaseProfile]:
         own = [s for s in steps if s.phase == phase]
         if not own:
             continue
-        times = np.stack([s.seconds for s in own])
-        together = np.sum if phase == "prefill" else np.median
+        times = np.stack([np.array([s.plain, s.wall, *s.seconds]) for s in own])
+        plain, wall, *seconds = times.sum(axis=0) if phase == "prefill" else np.median(times, axis=0)
         # A decode step grows by a key per sequence: the middle one stands for all.
         counted = own if phase == "prefill" else [own[len(own) // 2]]
         costs = [sum(parts, Cost()) for parts in zip(*(s.costs for s in counted), strict=True)]
@@ -113,9 +113,9 @@ def phases(steps: Sequence[StepProfile]) -> list[PhaseProfile]:
                 phase=phase,
                 steps=len(own),
                 tokens=sum(sum(s.shape.new) for s in counted),
-                plain=float(together([s.plain for s in own])),
-                wall=float(together([s.wall for s in own])),
-                seconds=together(times, axis=0),
+                plain=float(plain),
+                wall=float(wall),
+                seconds=np.array(seconds),
                 costs=costs,
             )
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pelton.kernels.native import Attr, Team, aligned_empty
+from pelton.kernels.native import Array, Attr, Team, aligned_empty
 
 _READ_BYTES = 1 << 28
 _TARGET_SECONDS = 0.03
@@ -42,7 +42,7 @@ def measure(threads: int) -> MachineRates:
     data.fill(1)
     with Team(threads) as team:
 
-        def best(kernel: str, inputs: list[np.ndarray], attrs: list[Attr]) -> float:
+        def best(kernel: str, inputs: list[Array], attrs: list[Attr]) -> float:
             run = team.repeat(kernel, inputs, [done], attrs)
             seconds = []
             for _ in range(_REPEATS):

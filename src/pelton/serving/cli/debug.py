@@ -171,7 +171,8 @@ def _batches(engine: Engine, tokens: list[int], more: list[int]) -> list[InputBa
     from pelton.engine.pieces import Piece, make_batch
 
     blocks = np.arange(_blocks(engine, len(tokens) + len(more)), dtype=np.int32)
-    parts = [(tokens, 0), *(([token], len(tokens) + i) for i, token in enumerate(more))]
+    parts: list[tuple[list[int], int]] = [(tokens, 0)]
+    parts += [([token], len(tokens) + i) for i, token in enumerate(more)]
     return [
         make_batch([Piece(tokens=np.array(t, np.int32), start=start, blocks=blocks)], engine.config)
         for t, start in parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,11 +119,13 @@ def _record(engine: Engine, found: list[PhaseProfile], rates: MachineRates) -> d
 
 
 def _phase(plan: Plan, phase: PhaseProfile, rates: MachineRates) -> dict[str, Any]:
+    from pelton.engine.cost import runs_int8
     from pelton.engine.layers import instruction_layers
     from pelton.engine.profile_trace import tactic_of
 
     tokens = min(phase.tokens, plan.dims["T"])
     tactics = [tactic_of(i, tokens) for i in plan.instructions]
+    int8 = [runs_int8(plan, i, tactic) for i, tactic in zip(plan.instructions, tactics, strict=True)]
     total = float(phase.seconds.sum())
     ops: dict[tuple[str, str], list[int]] = {}
     by_layer: dict[int | None, list[int]] = {}
@@ -132,13 +133,12 @@ def _phase(plan: Plan, phase: PhaseProfile, rates: MachineRates) -> dict[str, An
         ops.setdefault((plan.instructions[i].op, tactics[i]), []).append(i)
         by_layer.setdefault(layer, []).append(i)
 
-    def row(members: Iterable[int], int8: bool = False) -> dict[str, Any]:
+    def row(members: list[int], bytes_wide: bool = False) -> dict[str, Any]:
         from pelton.engine.cost import Cost
 
-        members = list(members)
         seconds = float(phase.seconds[members].sum())
         cost: Cost = sum((phase.costs[i] for i in members), Cost())
-        rate = rates.int8 if int8 else rates.float32
+        rate = rates.int8 if bytes_wide else rates.float32
         return {
             "instructions": len(members),
             "ms": seconds * 1e3,
@@ -154,14 +154,14 @@ def _phase(plan: Plan, phase: PhaseProfile, rates: MachineRates) -> dict[str, An
         "ms_profiled": phase.wall * 1e3,
         "ms_instructions": total * 1e3,
         "ms_host": phase.host * 1e3,
-        "total": row(range(len(plan.instructions)), any(t.endswith(".int8") for t in tactics)),
+        "total": row(list(range(len(plan.instructions))), any(int8)),
         "ops": [
-            {"op": op, "tactic": tactic, **row(members, tactic.endswith(".int8"))}
+            {"op": op, "tactic": tactic, **row(members, int8[members[0]])}
             for (op, tactic), members in sorted(ops.items(), key=lambda e: -phase.seconds[e[1]].sum())
         ],
         "layers": [{"layer": layer, **row(members)} for layer, members in by_layer.items()],
         "instructions": [
-            {"name": i.name, "op": i.op, "tactic": tactics[n], **row([n], tactics[n].endswith(".int8"))}
+            {"name": i.name, "op": i.op, "tactic": tactics[n], **row([n], int8[n])}
             for n, i in enumerate(plan.instructions)
         ],
     }
