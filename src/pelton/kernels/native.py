@@ -121,7 +121,7 @@ def available() -> bool:
 
 
 def cpu_level() -> str:
-    """Name of the highest ISA level in use: generic, avx2, avxvnni, avx512, avx512bf16 or amx."""
+    """Name of the highest ISA level in use: generic, avx2, avxvnni, avx512 or avx512bf16."""
     return str(load_library().pelton_cpu_level().decode())
 
 
