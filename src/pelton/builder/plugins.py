@@ -61,8 +61,8 @@ def apply_plugins(
         tactic = known[wanted]
         if wanted not in target:
             raise ConfigError(
-                f"plugin {op}={wanted}: CPUs of the build's level have no such kernel; choose another "
-                "tactic or cpu_level"
+                f"plugin {op}={wanted} is for another device or CPU level than the build's target; choose "
+                "another tactic or cpu_level"
             )
         kept = [i for i in mine if tactic in options[i]]
         if not kept:
