@@ -6,16 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pelton.builder import selection, timing_cache
 from pelton.builder.build import build
 from pelton.builder.clock import Clock
 from pelton.builder.compile import Compiled, compile_model
+from pelton.builder.probe import Piece, make_batch
 from pelton.builder.signature import OperandSignature, Signature, StepSignature
 from pelton.builder.timing import NativeTimer
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
+from pelton.engine.session import Session
 from pelton.engine.shapes import OptimizationProfile
 from pelton.errors import ConfigError, EngineError
 from pelton.kernels import native
@@ -245,3 +248,39 @@ def test_checks_run_in_small_steps_however_large_the_bucket() -> None:
     assert {s.step.tokens for s in largest if s.step is not None} == {2048}
     smalls = [s.small for s in largest if s.step is not None]
     assert all(s is not None and s.step is not None and s.step.tokens == 96 for s in smalls)
+
+
+def test_steps_of_each_bucket_run_their_own_tactic(tmp_path: Path) -> None:
+    """Times that favour float32 for one token and int8 for more: the results show which one ran."""
+    path = tmp_path / "times.json"
+    compiled(path)
+    measured = timing_cache.read_timing_cache(path)
+    entries = {
+        key: {name: 1.0 if name.endswith("f32") == ("float32[1," in key) else 9.0 for name in entry}
+        for key, entry in measured.entries.items()
+    }
+    timing_cache.write_timing_cache(
+        path, timing_cache.TimingCache(timed_on=measured.timed_on, entries=entries)
+    )
+    checkpoint = RandomCheckpoint(WIDE, quant="q4_1")
+    config = BuildConfig(**LIMITS)
+    build(checkpoint, config, output=tmp_path / "both", timing_cache=path)
+    for name, activations in (("exact", "float32"), ("rough", "int8")):
+        only = {"linear": "auto"} if name == "exact" else {"linear": "cpu.linear.q4_1.x16.int8"}
+        settings = {**LIMITS, "activations": activations, "kv_dtype": "float16", "plugins": only}
+        build(checkpoint, BuildConfig(**settings), output=tmp_path / name, timing_cache=None)
+    logits = {name: first_logits(tmp_path / name) for name in ("both", "exact", "rough")}
+    one, many = 0, 1
+    np.testing.assert_allclose(logits["both"][one], logits["exact"][one], atol=1e-4)
+    assert np.abs(logits["both"][one] - logits["rough"][one]).max() > 1e-3
+    np.testing.assert_array_equal(logits["both"][many], logits["rough"][many])
+
+
+def first_logits(engine: Path) -> list[np.ndarray]:
+    """Of a step of one token, and of one of 17."""
+    results = []
+    with Session(engine, kv_blocks=4, threads=1) as session:
+        for n in (1, 17):
+            piece = Piece(tokens=np.arange(n, dtype=np.int32), start=0, blocks=np.arange(2, dtype=np.int32))
+            results.append(session.run(make_batch([piece], session.config)).logits_NV.copy())
+    return results
