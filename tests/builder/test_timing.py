@@ -28,16 +28,13 @@ from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not built")
 
 WIDE = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
-# Plain products only: fused ones have ops of their own, and those of quantised rows one kernel each.
-LIMITS: dict[str, Any] = {
-    "max_batch_size": 2,
-    "max_num_tokens": 32,
-    "passes": {"explicit_quantise": "off", "gemm_swiglu": "off"},
-}
+LIMITS: dict[str, Any] = {"max_batch_size": 2, "max_num_tokens": 32}
+#: Products stay ``linear``, of which there are several tactics.
+PLAIN: dict[str, Any] = {**LIMITS, "passes": {"explicit_quantise": "off", "gemm_swiglu": "off"}}
 
 
 def compiled(path: Path | None = None, quant: str = "q4_1", **settings: Any) -> Compiled:
-    config = BuildConfig(**{**LIMITS, **settings})
+    config = BuildConfig(**{**PLAIN, **settings})
     clock = Clock(lambda stage, done, total: None)
     return compile_model(RandomCheckpoint(WIDE, quant=quant), config, clock, timing_cache=path)
 
@@ -64,8 +61,9 @@ def test_a_kernel_that_computes_something_else_is_found_out() -> None:
     assert "normalised error" in why
 
 
-def test_every_call_of_a_model_can_be_checked_and_timed_in_every_bucket() -> None:
-    model = compiled(timing=False)
+@pytest.mark.parametrize("passes", [PLAIN["passes"], {}])
+def test_every_call_of_a_model_can_be_checked_and_timed_in_every_bucket(passes: dict[str, str]) -> None:
+    model = compiled(timing=False, passes=passes)
     timer = NativeTimer(2)
     seen: dict[str, set[str]] = {}
     for decisions in model.selected.choice.decisions:
@@ -77,7 +75,8 @@ def test_every_call_of_a_model_can_be_checked_and_timed_in_every_bucket() -> Non
             seen[signature.op].add(signature.key)
             assert timer.check(signature, tactic) is None
             assert timer.time(signature, [tactic])[tactic.name] > 0
-    assert {"embedding", "paged_attention", "rope_kv_write", "take_rows", "linear"} <= seen.keys()
+    product = "linear" if passes else "linear_q8"
+    assert {"embedding", "paged_attention", "rope_kv_write", "take_rows", product} <= seen.keys()
 
 
 def test_a_large_weight_is_timed_on_part_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +106,7 @@ def test_an_engine_keeps_the_times_it_was_chosen_by(tmp_path: Path) -> None:
     cache = tmp_path / "times.json"
     report = build(
         RandomCheckpoint(WIDE, quant="q4_1"),
-        BuildConfig(**LIMITS),
+        BuildConfig(**PLAIN),
         output=tmp_path / "e",
         timing_cache=cache,
     )
@@ -122,9 +121,9 @@ def test_an_engine_keeps_the_times_it_was_chosen_by(tmp_path: Path) -> None:
     choices = [
         i.tactics for i in engine.plan.instructions if i.name == "model.layers.0.self_attn.qkv_proj.linear"
     ]
-    for low, choice in zip((1, *(c.max_tokens + 1 for c in choices[0])), choices[0], strict=False):
-        assert low <= choice.max_tokens
-    assert choices[0][-1].max_tokens == 32
+    ends = [choice.max_tokens for choice in choices[0]]
+    assert ends == sorted(set(ends))
+    assert ends[-1] == 32
     assert rows["linear", "2x256 512x256", 2].microseconds.keys() == {
         "cpu.linear.q4_1.x16.f32",
         "cpu.linear.q4_1.x16.int8",
@@ -163,6 +162,13 @@ def test_a_forced_tactic_runs_every_call_it_supports() -> None:
     assert used == {"cpu.linear.q4_1.x16.f32"}
     assert any("the plugin, being explicit, wins" in note for note in model.notes)
     assert model.selected.timed == 0
+
+
+def test_passes_leave_calls_with_a_chosen_tactic_alone() -> None:
+    chosen = compiled(passes={}, plugins={"linear": "cpu.linear.q4_1.x16.f32"}, timing=False)
+    assert {i.op for i in chosen.plan.instructions if i.op.startswith("linear")} == {"linear"}
+    left = compiled(passes={}, timing=False)
+    assert "linear_q8" in {i.op for i in left.plan.instructions}
 
 
 def test_a_disabled_op_leaves_an_engine_for_the_reference(tmp_path: Path) -> None:
@@ -263,11 +269,11 @@ def test_steps_of_each_bucket_run_their_own_tactic(tmp_path: Path) -> None:
         path, timing_cache.TimingCache(timed_on=measured.timed_on, entries=entries)
     )
     checkpoint = RandomCheckpoint(WIDE, quant="q4_1")
-    config = BuildConfig(**LIMITS)
+    config = BuildConfig(**PLAIN)
     build(checkpoint, config, output=tmp_path / "both", timing_cache=path)
     for name, activations in (("exact", "float32"), ("rough", "int8")):
         only = {"linear": "auto"} if name == "exact" else {"linear": "cpu.linear.q4_1.x16.int8"}
-        settings = {**LIMITS, "activations": activations, "kv_dtype": "float16", "plugins": only}
+        settings = {**PLAIN, "activations": activations, "kv_dtype": "float16", "plugins": only}
         build(checkpoint, BuildConfig(**settings), output=tmp_path / name, timing_cache=None)
     logits = {name: first_logits(tmp_path / name) for name in ("both", "exact", "rough")}
     one, many = 0, 1

@@ -18,6 +18,7 @@ from pelton.builder.facts import (
     expected_tensors,
 )
 from pelton.builder.lower import lower
+from pelton.builder.plugins import keeps_apart
 from pelton.builder.profiles import step_limits
 from pelton.builder.report import PassReport
 from pelton.builder.resolve import check_model_impl, resolve
@@ -125,7 +126,10 @@ def compile_model(
             quant_of(recipe), dimensions, dtype, blocks=not on_gpu
         ),
         activations=config.activations,
-        has_tactic=lambda spec: any(not t.largest_tokens for t in supporting(spec, selector.tactics)),
+        has_tactic=lambda spec: (
+            not keeps_apart(config.plugins, spec.op)
+            and any(not t.largest_tokens for t in supporting(spec, selector.tactics))
+        ),
         modes=config.passes,
         fast=bool(config.fast_build),
     )

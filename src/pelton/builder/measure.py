@@ -28,7 +28,7 @@ def label(tactic: Tactic) -> str:
     source = tactic.source
     if not source:
         assert tactic.implementation is not None
-        source = inspect.getsource(tactic.implementation)
+        source = inspect.getsource(inspect.unwrap(tactic.implementation))
     return f"{tactic.name}#{hashlib.sha256(source.encode()).hexdigest()[:12]}"
 
 

@@ -114,9 +114,9 @@ class NativeTimer:
 
 
 def _first_try(bench: Bench, tactic: Tactic) -> float:
-    """Shortest of a few calls (the very first one touches everything), or of one where that is long."""
+    """Shortest of a few calls: the very first one touches everything. Fewer where a call takes long."""
     seconds = bench.seconds(tactic, 1)
-    while len(seconds) < 4 and sum(seconds) < ROUND_SECONDS:
+    while len(seconds) < 4 and sum(seconds) < CALL_SECONDS / 4:
         seconds += bench.seconds(tactic, 1)
     return min(seconds)
 
