@@ -91,7 +91,6 @@ def fake_config(
             model_impl="pelton",
             gpu_memory_fraction=0.9,
             cpu_level="any",
-            model_impl="auto",
         ),
         memory=MemoryPlan(weights=0, arena=0, workspace=0, kv_bytes_per_token=0),
     )
