@@ -94,7 +94,8 @@ def compile_model(
     config, notes = resolve(wanted, checkpoint_facts(checkpoint, draft))
     assert config.max_seq_len and config.block_size and config.kv_dtype and config.activations
     assert config.max_num_tokens and config.max_batch_size and config.dtype
-    model = create_model(checkpoint.config, max_seq_len=config.max_seq_len, impl=impl)
+    same = config.max_seq_len == wanted.max_seq_len
+    model = draft if same else create_model(checkpoint.config, max_seq_len=config.max_seq_len, impl=impl)
     notes += model.notes
     notes += check_tensors(
         expected_tensors(model),
