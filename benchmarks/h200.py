@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -21,10 +23,12 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_steps import Driver
+
 import pelton
 from pelton.builder.facts import expected_tensors
-from pelton.engine.batch import AttentionMetadata, InputBatch
-from pelton.engine.batch_sampling import SamplingInputs
+from pelton.engine.batch import InputBatch
 from pelton.ir.tensors import HostTensor, f32_to_bf16
 from pelton.models.checkpoint import Checkpoint, TensorInfo
 from pelton.models.registry import create_model
@@ -102,71 +106,6 @@ class RandomLlama(Checkpoint):
         return ()
 
 
-class Driver:
-    """Steps over a session: sequence ``b`` owns the blocks from ``b * per_sequence``."""
-
-    def __init__(self, session: pelton.Session) -> None:
-        build = session.config.build
-        assert build.block_size and build.max_seq_len
-        self.session, self._page = session, build.block_size
-        self._columns = -(-build.max_seq_len // build.block_size)
-        self._rng = np.random.default_rng(1)
-
-    def batch(self, new: int, totals: list[int], per_sequence: int) -> InputBatch:
-        """``new`` tokens of each sequence, which then has ``totals[b]``."""
-        table = np.zeros((len(totals), self._columns), np.int32)
-        positions, slots = [], []
-        for b, total in enumerate(totals):
-            table[b, :per_sequence] = np.arange(per_sequence) + b * per_sequence
-            p = np.arange(total - new, total)
-            positions.append(p)
-            slots.append(table[b, p // self._page] * self._page + p % self._page)
-        cu = np.arange(len(totals) + 1, dtype=np.int32) * new
-        group = AttentionMetadata(
-            slot_mapping_T=np.concatenate(slots).astype(np.int32),
-            block_table_BM=table,
-            cu_seqlens=cu,
-            seq_lens_B=np.array(totals, np.int32),
-        )
-        return InputBatch(
-            input_ids_T=self._rng.integers(3, 100000, new * len(totals)).astype(np.int32),
-            positions_T=np.concatenate(positions).astype(np.int32),
-            groups=(group,),
-            logits_indices_N=cu[1:] - 1,
-        )
-
-    def milliseconds(self, batch: InputBatch, repeats: int) -> float:
-        """Median of whole steps after two that warm up."""
-        times = []
-        for i in range(repeats + 2):
-            start = time.perf_counter()
-            self.session.submit(batch, greedy(batch)).tokens()
-            if i >= 2:
-                times.append(1e3 * (time.perf_counter() - start))
-        return statistics.median(times)
-
-    def decode(self, prompt: int, answer: int) -> float:
-        """Milliseconds per token of one greedy answer, after a prompt."""
-        per = -(-(prompt + answer) // self._page)
-        steps = [self.batch(prompt, [prompt], per)]
-        steps += [self.batch(1, [prompt + i], per) for i in range(1, answer + 1)]
-        pending = self.session.submit(steps[0], greedy(steps[0]))
-        token, start = int(pending.tokens()[0]), time.perf_counter()
-        for step in steps[1:]:
-            step.input_ids_T[0] = token
-            token = int(self.session.submit(step, greedy(step)).tokens()[0])
-        return 1e3 * (time.perf_counter() - start) / answer
-
-
-def greedy(batch: InputBatch) -> SamplingInputs:
-    """The most likely token of each row."""
-    n = len(batch.logits_indices_N)
-    zeros, ones = np.zeros(n, np.float32), np.ones(n, np.float32)
-    return SamplingInputs(
-        temperature_N=zeros, top_k_N=np.zeros(n, np.int32), top_p_N=ones, min_p_N=zeros, uniform_N=zeros
-    )
-
-
 def measure(driver: Driver, only: set[str]) -> dict[tuple[str, int], float]:
     """Milliseconds by test and size."""
     found = {}
@@ -203,6 +142,26 @@ def throughput(session: pelton.Session, requests: int, prompt: int, answer: int)
     return tokens / seconds
 
 
+FIRST_TOKEN = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from gpu_steps import Driver, greedy
+import pelton
+with pelton.Session(sys.argv[1]) as session:
+    driver = Driver(session)
+    batch = driver.batch(128, [128], 8)
+    print(session.submit(batch, greedy(batch)).tokens()[0])
+"""
+
+
+def first_token_seconds(engine: Path) -> float:
+    """From the start of a Python process to the first token of a prompt of 128 (page cache warm)."""
+    start = time.perf_counter()
+    command = [sys.executable, "-c", FIRST_TOKEN, str(engine), str(Path(__file__).parent)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
 def profile(driver: Driver, batch: InputBatch) -> list[tuple[str, float, int]]:
     """(op, GPU milliseconds of a step without graphs, calls), most first."""
     runner: Any = driver.session._runner
@@ -220,17 +179,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", type=Path, default=Path(".cache/llama-8b-shape.engine"))
-    parser.add_argument("--only", default="b,c,d,e,f")
+    parser.add_argument("--only", default="a,b,c,d,e,f")
+    parser.add_argument("--deterministic", action="store_true", help="an engine of that kind")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not args.engine.exists():
         args.engine.parent.mkdir(parents=True, exist_ok=True)
         config = pelton.BuildConfig(
-            target="cuda", max_seq_len=8448, max_num_tokens=8192, max_batch_size=512, dtype="bfloat16"
+            target="cuda",
+            dtype="bfloat16",
+            max_seq_len=8448,
+            max_num_tokens=8192,
+            max_batch_size=512,
+            deterministic=args.deterministic,
         )
         report = pelton.build(RandomLlama(LLAMA_8B), config, output=args.engine, check=False)
         print(report.text(), flush=True)
+    if "a" in args.only.split(","):
+        seconds = statistics.median(first_token_seconds(args.engine) for _ in range(3))
+        print(
+            f"{'process start to first token, s':<44}{4:>8}{55:>8}{8:>8}{seconds:>9.2f}{seconds / 55:>7.2f}"
+        )
     start = time.perf_counter()
     with pelton.Session(args.engine) as session:
         print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)

@@ -43,6 +43,7 @@ def test_defaults_of_a_bfloat16_checkpoint() -> None:
         "dtype": "bfloat16",
         "activations": "float32",
         "kv_dtype": "float16",
+        "deterministic": False,
         "gpu_memory_fraction": 0.9,
         "threads": 0,
         "fast_build": False,

@@ -90,6 +90,7 @@ def fake_config(
             target="cpu",
             model_impl="pelton",
             gpu_memory_fraction=0.9,
+            deterministic=False,
             cpu_level="any",
         ),
         memory=MemoryPlan(weights=0, arena=0, workspace=0, kv_bytes_per_token=0),

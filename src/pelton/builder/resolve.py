@@ -81,6 +81,7 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     _resolve_types(values, facts, notes)
     _resolve_threads(values, notes)
     _resolve_gpu_memory(values)
+    _resolve_deterministic(values)
     _resolve_fast_build(values, notes)
     _resolve_target(values, notes)
     values["model_impl"] = check_model_impl(values["model_impl"])
@@ -201,6 +202,13 @@ def _resolve_fast_build(values: dict[str, Any], notes: list[str]) -> None:
         if values["timing"]:
             raise ConfigError("timing contradicts fast_build, which times nothing; leave one of them out")
         notes.append("fast build: nothing is timed, only passes that take no time, and a check on one step")
+
+
+def _resolve_deterministic(values: dict[str, Any]) -> None:
+    if values["deterministic"] is None:
+        values["deterministic"] = False
+    elif values["deterministic"] and device_of(values["target"]) == "cpu":
+        raise ConfigError("deterministic is for GPU engines so far; leave it out, or set target")
 
 
 def _resolve_gpu_memory(values: dict[str, Any]) -> None:

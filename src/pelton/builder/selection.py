@@ -191,7 +191,11 @@ class CudaSelector:
             )
         self._config = config
         self._known = all_tactics()
-        self.tactics = {name: t for name, t in self._known.items() if t.device == "cuda"}
+        self.tactics = {
+            name: t
+            for name, t in self._known.items()
+            if t.device == "cuda" and (t.batch_invariant or not config.deterministic)
+        }
         """Tactics that the target can run, by name."""
 
     def choose(self, program: Program, quants: Mapping[Root, str]) -> Selected:

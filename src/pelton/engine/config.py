@@ -62,6 +62,9 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str | None = None
     """Type of cached keys and values: float32, float16 or bfloat16 (float16, or float32 where weights
     and activations are)."""
+    deterministic: bool | None = None
+    """GPU engines: every kernel gives a row the same bits whatever else is in the step, so that answers do
+    not depend on batching, chunking or cached prefixes; slower (no)."""
     gpu_memory_fraction: float | None = None
     """Share of a GPU's free memory that a session takes, weights and KV cache together (0.9)."""
     threads: int | None = None
@@ -77,7 +80,7 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Device that the engine is for: cpu, an NVIDIA GPU's architecture (sm_80, sm_90, ...), or cuda: this
     machine's GPU, else sm_90 (cpu)."""
     cpu_level: str | None = None
-    """CPU level whose kernels may be used (this machine's): generic, avx2, avxvnni, avx512, avx512bf16,
+    """CPU level whose kernels may be used (this machine's): generic, avx2, avxvnni, avx512, avx512bf16, amx,
     or any: kernels that run everywhere."""
     model_impl: str | None = None
     """Where the model's definition comes from: pelton (its file in ``models/``), transformers (imported),

@@ -147,6 +147,15 @@ def _gemm(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
     return (b.launch((rows(x, 128, -(-n // 128)),), num_warps=8),)
 
 
+def invariant_tiles(itemsize: int) -> SkinnyTiles:
+    """One shape of tile for every step: a row's sum runs over its columns in one order."""
+    return SkinnyTiles(64, 64, 64 if itemsize == 2 else 32, 1, 3, 4)
+
+
+def _invariant(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+    return (skinny(call, invariant_tiles(ITEMSIZE[call.input(0).dtype])),)
+
+
 def cublaslt(call: CallSpec, *, to_workspace: bool = False) -> MatmulSpec:
     """Input 0 times input 1, all of its rows."""
     x, weight, out = call.input(0), call.input(1), call.outputs[0]
@@ -171,6 +180,7 @@ def _tactic(
     largest: int = 0,
     supports: Callable[[NodeSpec], bool] = supports_dense,
     workspace: Callable[[NodeSpec, int], int] = lambda node, max_tokens: 0,
+    invariant: bool = False,
 ) -> Tactic:
     return Tactic(
         name=f"cuda.linear.{name}",
@@ -179,6 +189,7 @@ def _tactic(
         supports=supports,
         priority=priority,
         precision="bfloat16",
+        batch_invariant=invariant,
         largest_tokens=largest,
         workspace=workspace,
         launches=launches,
@@ -190,4 +201,5 @@ TACTICS = [
     *(_tactic(f"skinny{m}", _skinny, 30, largest=m, workspace=_skinny_bytes) for m in (16, 32, 64)),
     _tactic("cublaslt", _cublaslt, 20, supports=supports_cublaslt),
     _tactic("gemm", _gemm, 10),
+    _tactic("invariant", _invariant, 0, invariant=True),
 ]

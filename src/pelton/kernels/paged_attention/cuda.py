@@ -32,7 +32,7 @@ def _supports(node: NodeSpec) -> bool:
     return gpu_caches(node, 1, 2)
 
 
-def attention(call: CallSpec, tiles: Tiles, tokens: int) -> tuple[Work, ...]:
+def attention(call: CallSpec, tiles: Tiles, tokens: int, *, invariant: bool = False) -> tuple[Work, ...]:
     """The launches for a step of at most ``tokens`` tokens (they size the parts to combine)."""
     q, k_cache, table = call.input(0), call.input(1), call.input(3)
     heads, dim = int(q.shape[1]), int(q.shape[2])
@@ -54,7 +54,7 @@ def attention(call: CallSpec, tiles: Tiles, tokens: int) -> tuple[Work, ...]:
     b.constants(Q_ROW=q.strides[0], Q_HEAD=q.strides[1], WINDOW=int(call.attrs["window"]))
     b.constants(SOFTCAP=softcap > 0, BLOCK_Q=block_q, BLOCK_M=max(16, power_of_two(block_q * group)))
     b.constants(BLOCK_N=tiles.keys, BLOCK_D=max(16, power_of_two(dim)), SPLITS=tiles.splits)
-    b.constants(STAGES=tiles.stages)
+    b.constants(STAGES=tiles.stages, UNMASKED=not invariant)
     whole = b.launch(
         (rows(q, block_q), rows(table)),
         (Term(times=heads // group),),
@@ -107,6 +107,12 @@ def _part_bytes(largest: int, splits: int) -> Callable[[NodeSpec, int], int]:
     return nbytes
 
 
+def _invariant(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+    # One shape of tile for every step: a query's sum runs over its keys in one order.
+    keys = 64 if int(call.input(0).shape[2]) <= 128 else 32
+    return attention(call, Tiles(64, keys, 1, 2, 4), max_tokens, invariant=True)
+
+
 TACTICS = [
     *(
         Tactic(
@@ -132,5 +138,15 @@ TACTICS = [
         precision="bfloat16",
         launches=_prefill,
         decode=_decode(1),
+    ),
+    Tactic(
+        name="cuda.paged_attention.invariant",
+        op="paged_attention",
+        device="cuda",
+        supports=_supports,
+        priority=0,
+        precision="bfloat16",
+        batch_invariant=True,
+        launches=_invariant,
     ),
 ]

@@ -122,6 +122,7 @@ def attention(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
+    UNMASKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # The last tiles of a long prompt see the most keys: they begin first, so that none is left alone.
@@ -162,9 +163,10 @@ def attention(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     begin = first_tile * BLOCK_N
-    # Tiles before ``masked`` are seen whole by every query; with a window none is known to be.
+    # Tiles before ``masked`` are seen whole by every query; with a window none is known to be. The two
+    # loops may round differently, so that without ``UNMASKED`` a query's result does not depend on its tile.
     masked = begin
-    if WINDOW == 0:
+    if UNMASKED and WINDOW == 0:
         whole = (tl.minimum(context + first_query + 1, last_key) // BLOCK_N) * BLOCK_N
         masked = tl.maximum(begin, tl.minimum(whole, end))
     column = tl.arange(0, BLOCK_N)

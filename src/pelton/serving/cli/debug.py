@@ -133,7 +133,7 @@ def _show(
     if save is not None:
         np.savez(save, **found)  # type: ignore[arg-type]
         notify(f"{len(found)} tensors in {save}")
-    rows: list[dict[str, Any]] = [
+    rows = [
         {
             "name": name,
             "shape": list(a.shape),

@@ -33,6 +33,7 @@ BUILD_HELP = {
     "dtype": "Type of unquantised weights: float32, bfloat16.",
     "activations": "Input precision of quantised products: float32, int8.",
     "kv_dtype": "Type of cached keys and values: float32, float16, bfloat16.",
+    "deterministic": "GPU: answers that do not depend on the batch, bit for bit; slower.",
     "gpu_memory_fraction": "Share of a GPU's free memory to take. On an engine: any.",
     "threads": "CPU threads; 0: all cores. On an engine: any number.",
     "fast_build": "Build in the shortest time: fewest passes, nothing timed, a shorter check.",
@@ -42,7 +43,7 @@ BUILD_HELP = {
     "timing": "Time tactics on this machine, or take them in their default order.",
     "plugins": "Tactic of an op: auto, a tactic's name or disable (repeatable; docs/tactics.md lists them).",
     "target": "Device to build for: cpu, cuda (this machine's GPU), sm_90, sm_80, ...",
-    "cpu_level": "CPU to build for: generic, avx2, avxvnni, avx512, avx512bf16, any. Default: this one.",
+    "cpu_level": "CPU to build for: generic, avx2, avxvnni, avx512, avx512bf16, amx, any. Default: this one.",
     "model_impl": "Model definition: pelton, transformers (any causal model), auto.",
     "passes": "A compiler pass: auto, force or off (repeatable; docs/passes.md lists them).",
 }
