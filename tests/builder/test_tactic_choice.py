@@ -253,6 +253,19 @@ def test_an_entry_without_a_new_tactic_is_measured_again_as_a_whole() -> None:
     assert (measure.timed, measure.cached) == (9, 0)
 
 
+def test_a_tactic_from_outside_is_measured_again_when_its_source_changes() -> None:
+    def outside(source: str) -> Tactic:
+        return tactic("outside", kind="library", source=source)
+
+    first = Measurements(FakeTimer(crossing))
+    run([linear("a", weight())], [SMALL, outside("v1")], first)
+    same = Measurements(FakeTimer(crossing), first.used)
+    run([linear("a", weight())], [SMALL, outside("v1")], same)
+    changed = Measurements(FakeTimer(crossing), first.used)
+    run([linear("a", weight())], [SMALL, outside("v2")], changed)
+    assert (same.timed, changed.timed) == (0, 6)
+
+
 def test_a_cached_wrong_tactic_stays_dropped() -> None:
     first = Measurements(FakeTimer(crossing, wrong={"small": "error 0.5"}))
     run([linear("a", weight())], [SMALL, LARGE], first)
@@ -331,7 +344,7 @@ def test_an_explicit_float32_tactic_overrides_int8_activations_with_a_sentence()
             {"linear": "never"},
             r"never does not support linear\(float32 \[T, 32\], float32 \[64, 32\], none\)",
         ),
-        ({"linear": "amx"}, r"CPUs of the build's level have no such kernel"),
+        ({"linear": "amx"}, r"amx is for another device or CPU level than the build's target"),
         ({"embedding": "gather.rows"}, r"cannot be kept: it wants w as rows, for which linear of the same"),
     ],
 )

@@ -6,16 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pelton.builder import selection, timing_cache
 from pelton.builder.build import build
 from pelton.builder.clock import Clock
 from pelton.builder.compile import Compiled, compile_model
+from pelton.builder.probe import Piece, make_batch
 from pelton.builder.signature import OperandSignature, Signature, StepSignature
 from pelton.builder.timing import NativeTimer
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
+from pelton.engine.session import Session
 from pelton.engine.shapes import OptimizationProfile
 from pelton.errors import ConfigError, EngineError
 from pelton.kernels import native
@@ -26,10 +29,12 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the native libra
 
 WIDE = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 LIMITS: dict[str, Any] = {"max_batch_size": 2, "max_num_tokens": 32}
+#: Products stay ``linear``, of which there are several tactics.
+PLAIN: dict[str, Any] = {**LIMITS, "passes": {"explicit_quantise": "off", "gemm_swiglu": "off"}}
 
 
 def compiled(path: Path | None = None, quant: str = "q4_1", **settings: Any) -> Compiled:
-    config = BuildConfig(**{**LIMITS, **settings})
+    config = BuildConfig(**{**PLAIN, **settings})
     clock = Clock(lambda stage, done, total: None)
     return compile_model(RandomCheckpoint(WIDE, quant=quant), config, clock, timing_cache=path)
 
@@ -56,8 +61,9 @@ def test_a_kernel_that_computes_something_else_is_found_out() -> None:
     assert "normalised error" in why
 
 
-def test_every_call_of_a_model_can_be_checked_and_timed_in_every_bucket() -> None:
-    model = compiled(timing=False)
+@pytest.mark.parametrize("passes", [PLAIN["passes"], {}])
+def test_every_call_of_a_model_can_be_checked_and_timed_in_every_bucket(passes: dict[str, str]) -> None:
+    model = compiled(timing=False, passes=passes)
     timer = NativeTimer(2)
     seen: dict[str, set[str]] = {}
     for decisions in model.selected.choice.decisions:
@@ -69,7 +75,8 @@ def test_every_call_of_a_model_can_be_checked_and_timed_in_every_bucket() -> Non
             seen[signature.op].add(signature.key)
             assert timer.check(signature, tactic) is None
             assert timer.time(signature, [tactic])[tactic.name] > 0
-    assert {"embedding", "paged_attention", "rope_kv_write", "take_rows", "linear"} <= seen.keys()
+    product = "linear" if passes else "linear_q8"
+    assert {"embedding", "paged_attention", "rope_kv_write", "take_rows", product} <= seen.keys()
 
 
 def test_a_large_weight_is_timed_on_part_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +106,7 @@ def test_an_engine_keeps_the_times_it_was_chosen_by(tmp_path: Path) -> None:
     cache = tmp_path / "times.json"
     report = build(
         RandomCheckpoint(WIDE, quant="q4_1"),
-        BuildConfig(**LIMITS, passes={"explicit_quantise": "off"}),
+        BuildConfig(**PLAIN),
         output=tmp_path / "e",
         timing_cache=cache,
     )
@@ -114,9 +121,9 @@ def test_an_engine_keeps_the_times_it_was_chosen_by(tmp_path: Path) -> None:
     choices = [
         i.tactics for i in engine.plan.instructions if i.name == "model.layers.0.self_attn.qkv_proj.linear"
     ]
-    for low, choice in zip((1, *(c.max_tokens + 1 for c in choices[0])), choices[0], strict=False):
-        assert low <= choice.max_tokens
-    assert choices[0][-1].max_tokens == 32
+    ends = [choice.max_tokens for choice in choices[0]]
+    assert ends == sorted(set(ends))
+    assert ends[-1] == 32
     assert rows["linear", "2x256 512x256", 2].microseconds.keys() == {
         "cpu.linear.q4_1.x16.f32",
         "cpu.linear.q4_1.x16.int8",
@@ -155,6 +162,13 @@ def test_a_forced_tactic_runs_every_call_it_supports() -> None:
     assert used == {"cpu.linear.q4_1.x16.f32"}
     assert any("the plugin, being explicit, wins" in note for note in model.notes)
     assert model.selected.timed == 0
+
+
+def test_passes_leave_calls_with_a_chosen_tactic_alone() -> None:
+    chosen = compiled(passes={}, plugins={"linear": "cpu.linear.q4_1.x16.f32"}, timing=False)
+    assert {i.op for i in chosen.plan.instructions if i.op.startswith("linear")} == {"linear"}
+    left = compiled(passes={}, timing=False)
+    assert "linear_q8" in {i.op for i in left.plan.instructions}
 
 
 def test_a_disabled_op_leaves_an_engine_for_the_reference(tmp_path: Path) -> None:
@@ -201,7 +215,7 @@ def test_another_level_is_not_timed_and_takes_kernels_that_it_runs(monkeypatch: 
     only_at("avx512", monkeypatch)
     forced = {"linear": "cpu.linear.q4_1.x16.f32"}
     assert compiled(cpu_level="avx512", timing=False, plugins=forced).selected.cpu_level == "avx512"
-    with pytest.raises(ConfigError, match="CPUs of the build's level have no such kernel"):
+    with pytest.raises(ConfigError, match="is for another device or CPU level than the build's target"):
         compiled(cpu_level="avx2", timing=False, plugins=forced)
 
 
@@ -240,3 +254,39 @@ def test_checks_run_in_small_steps_however_large_the_bucket() -> None:
     assert {s.step.tokens for s in largest if s.step is not None} == {2048}
     smalls = [s.small for s in largest if s.step is not None]
     assert all(s is not None and s.step is not None and s.step.tokens == 96 for s in smalls)
+
+
+def test_steps_of_each_bucket_run_their_own_tactic(tmp_path: Path) -> None:
+    """Times that favour float32 for one token and int8 for more: the results show which one ran."""
+    path = tmp_path / "times.json"
+    compiled(path)
+    measured = timing_cache.read_timing_cache(path)
+    entries = {
+        key: {name: 1.0 if name.endswith("f32") == ("float32[1," in key) else 9.0 for name in entry}
+        for key, entry in measured.entries.items()
+    }
+    timing_cache.write_timing_cache(
+        path, timing_cache.TimingCache(timed_on=measured.timed_on, entries=entries)
+    )
+    checkpoint = RandomCheckpoint(WIDE, quant="q4_1")
+    config = BuildConfig(**PLAIN)
+    build(checkpoint, config, output=tmp_path / "both", timing_cache=path)
+    for name, activations in (("exact", "float32"), ("rough", "int8")):
+        only = {"linear": "auto"} if name == "exact" else {"linear": "cpu.linear.q4_1.x16.int8"}
+        settings = {**PLAIN, "activations": activations, "kv_dtype": "float16", "plugins": only}
+        build(checkpoint, BuildConfig(**settings), output=tmp_path / name, timing_cache=None)
+    logits = {name: first_logits(tmp_path / name) for name in ("both", "exact", "rough")}
+    one, many = 0, 1
+    np.testing.assert_allclose(logits["both"][one], logits["exact"][one], atol=1e-4)
+    assert np.abs(logits["both"][one] - logits["rough"][one]).max() > 1e-3
+    np.testing.assert_array_equal(logits["both"][many], logits["rough"][many])
+
+
+def first_logits(engine: Path) -> list[np.ndarray]:
+    """Of a step of one token, and of one of 17."""
+    results = []
+    with Session(engine, kv_blocks=4, threads=1) as session:
+        for n in (1, 17):
+            piece = Piece(tokens=np.arange(n, dtype=np.int32), start=0, blocks=np.arange(2, dtype=np.int32))
+            results.append(session.run(make_batch([piece], session.config)).logits_NV.copy())
+    return results

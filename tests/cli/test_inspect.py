@@ -98,6 +98,8 @@ def test_tables_say_what_the_engine_is(pelton: Run, text_engine: Path) -> None:
     out = pelton("inspect", text_engine).out
     for part in ("layer 0", "layers 1 to 2", "tactics", "fuse_qkv", "max_error", "alive at once", "float32"):
         assert part in out, part
+    assert re.search(r"profiles +T 1:\d+:40, B 1:\d+:4", out)
+    assert re.search(r"passes +none\n", out)
     plan = open_engine(text_engine).plan
     lines = pelton("inspect", text_engine, "--plan").out.splitlines()
     assert sum(bool(re.match(r" *\d+ .* = \w+\(", line)) for line in lines) == len(plan.instructions)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pelton.engine.external import Externals
+from pelton.engine.plan import ExternalTactic, Instruction, Plan
 from pelton.errors import BuildError, ConfigError, EngineError, MissingDependencyError
 from pelton.ir import op as ir_op
 from pelton.ir.op import get_op
@@ -202,3 +206,38 @@ def test_a_function_that_is_not_there_is_named() -> None:
         import_function("tests.kernels.outside:gone")
     with pytest.raises(EngineError, match="that is no function"):
         import_function("tests.kernels.outside:C_SOURCE")
+
+
+@pytest.mark.parametrize(
+    "file", ["/lib/libc.so.6", "../compiled/a.so", "compiled/../../a.so", "compiled/a/b.so", ""]
+)
+def test_a_plan_gets_code_from_its_engine_only(tmp_path: Path, file: str) -> None:
+    external = {"mine": ExternalTactic(kind="library", function="getpid", file=file)}
+    plan = Plan(
+        dims={},
+        logits=0,
+        buffers=(),
+        operands=(),
+        instructions=(),
+        arena_bytes=0,
+        workspace_bytes=0,
+        external=external,
+    )
+    instruction = Instruction(op="my::op", name="here", inputs=(), outputs=())
+    with pytest.raises(EngineError, match=f"damaged: its plan wants code from {re.escape(repr(file))}"):
+        Externals(plan, tmp_path).resolve("mine", instruction)
+
+
+@needs_compiler
+def test_a_library_without_its_function_is_refused(tmp_path: Path, outside: Any) -> None:
+    path = compile_c.compile_c(outside.C_SOURCE, tmp_path / "compiled", cpu_level="generic", label="x")
+    for function, file in (("gone", path.name), ("swish_norm_c", "gone.so")):
+        external = {"mine": ExternalTactic(kind="library", function=function, file=f"compiled/{file}")}
+        plan = Plan(
+            dims={}, logits=0, buffers=(), operands=(), instructions=(), arena_bytes=0, workspace_bytes=0,
+            external=external,
+        )  # fmt: skip
+        with pytest.raises(EngineError, match=r"compiled code cannot be used here .*; rebuild it"):
+            Externals(plan, tmp_path).resolve(
+                "mine", Instruction(op="my::op", name="here", inputs=(), outputs=())
+            )

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native
 
 BLOCK = NATIVE_BLOCK_TYPES
 DENSE = ("float32", "bfloat16", "float16")
-LEVELS = ("generic", "avx2", "avxvnni", "avx512", "amx")
+LEVELS = ("generic", "avx2", "avxvnni", "avx512")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import pelton
 from tests.e2e.test_architectures import EXACT, SMALL, check_against
 from tests.models_import.families import FAMILIES, OWN, make_model, write_checkpoint
+from tests.models_import.table import PAGE
 
 #: One of each way to spell a norm, a rotation, an MLP; the others run in `make test-all`.
 ALWAYS = (
@@ -37,8 +39,14 @@ def test_an_engine_of_a_family_without_a_file_computes_what_transformers_compute
     report = pelton.build(checkpoint, pelton.BuildConfig(**EXACT, **SMALL), output=tmp_path / "x.engine")
     assert report.quality is not None
     assert report.quality.runner == "native"
+    assert all(tactic.tactic for tactic in report.tactics)
     assert any("is imported from transformers" in note for note in report.notes)
     check_against(model, tmp_path / "x.engine", 1e-4)
+
+
+def test_the_page_lists_every_family() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert listed == list(FAMILIES)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from pelton.builder.facts import (
     expected_tensors,
 )
 from pelton.builder.lower import lower
+from pelton.builder.plugins import keeps_apart
 from pelton.builder.profiles import step_limits
 from pelton.builder.report import PassReport
 from pelton.builder.resolve import check_model_impl, resolve
@@ -93,7 +94,8 @@ def compile_model(
     config, notes = resolve(wanted, checkpoint_facts(checkpoint, draft))
     assert config.max_seq_len and config.block_size and config.kv_dtype and config.activations
     assert config.max_num_tokens and config.max_batch_size and config.dtype
-    model = create_model(checkpoint.config, max_seq_len=config.max_seq_len, impl=impl)
+    same = config.max_seq_len == wanted.max_seq_len
+    model = draft if same else create_model(checkpoint.config, max_seq_len=config.max_seq_len, impl=impl)
     notes += model.notes
     notes += check_tensors(
         expected_tensors(model),
@@ -125,7 +127,10 @@ def compile_model(
             quant_of(recipe), dimensions, dtype, blocks=not on_gpu
         ),
         activations=config.activations,
-        has_tactic=lambda spec: any(not t.largest_tokens for t in supporting(spec, selector.tactics)),
+        has_tactic=lambda spec: (
+            not keeps_apart(config.plugins, spec.op)
+            and any(not t.largest_tokens for t in supporting(spec, selector.tactics))
+        ),
         modes=config.passes,
         fast=bool(config.fast_build),
     )

@@ -6,6 +6,8 @@ stops measuring when its time is up: what is then still unknown is chosen by pri
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,6 +18,18 @@ from pelton.kernels.tactic import Tactic
 
 #: Seconds that a build may spend on measuring.
 BUDGET = 25.0
+
+
+def label(tactic: Tactic) -> str:
+    """What the timing cache calls a tactic: its name; with a hash of its source where that is not the
+    native library's, which the cache's origin names already."""
+    if tactic.kind == "native":
+        return tactic.name
+    source = tactic.source
+    if not source:
+        assert tactic.implementation is not None
+        source = inspect.getsource(inspect.unwrap(tactic.implementation))
+    return f"{tactic.name}#{hashlib.sha256(source.encode()).hexdigest()[:12]}"
 
 
 class Measurements:
@@ -47,24 +61,30 @@ class Measurements:
 
     def times(self, signature: Signature, tactics: Sequence[Tactic]) -> Entry | None:
         """Microseconds by tactic (None for one that computes wrongly), or None: not known."""
-        key = signature.key
-        names = sorted(t.name for t in tactics)
+        labels = {t.name: label(t) for t in tactics}
+        entry = self._remembered(signature, sorted(labels.values()))
+        if entry is None:
+            if self._timer is None or self._spent > self._budget:
+                self.unknown.add(signature.key)
+                return None
+            start = self._clock()
+            entry = self.used[signature.key] = self._measure(self._timer, signature, tactics)
+            self._spent += self._clock() - start
+            self.timed += len(labels)
+        return {name: entry[known] for name, known in labels.items()}
+
+    def _remembered(self, signature: Signature, labels: Sequence[str]) -> Entry | None:
+        """What this build or the cache knows of a call, if it knows all of it."""
         for entries in (self.used, self._known):
-            entry = entries.get(key)
-            if entry is not None and all(name in entry for name in names):
-                if entries is self._known:
-                    self._note_wrong(signature, entry, "as the timing cache says")
-                    self.cached += len(names)
-                    self.used[key] = {name: entry[name] for name in names}
-                return {name: entry[name] for name in names}
-        if self._timer is None or self._spent > self._budget:
-            self.unknown.add(key)
-            return None
-        start = self._clock()
-        self.used[key] = entry = self._measure(self._timer, signature, tactics)
-        self._spent += self._clock() - start
-        self.timed += len(names)
-        return entry
+            entry = entries.get(signature.key)
+            if entry is None or any(known not in entry for known in labels):
+                continue
+            if entries is self._known:
+                self._note_wrong(signature, entry, "as the timing cache says")
+                self.cached += len(labels)
+                self.used[signature.key] = {known: entry[known] for known in labels}
+            return entry
+        return None
 
     def _measure(self, timer: Timer, signature: Signature, tactics: Sequence[Tactic]) -> Entry:
         right, entry = [], Entry()
@@ -73,11 +93,10 @@ class Measurements:
             if why is None:
                 right.append(tactic)
             else:
-                entry[tactic.name] = None
+                entry[label(tactic)] = None
                 self._note_wrong(signature, {tactic.name: None}, why)
-        if right:
-            entry.update(timer.time(signature, right))
-        return entry
+        times = timer.time(signature, right) if right else {}
+        return entry | {label(t): times[t.name] for t in right}
 
     def _note_wrong(self, signature: Signature, entry: Entry, why: str) -> None:
         for name, microseconds in entry.items():

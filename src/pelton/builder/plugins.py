@@ -18,6 +18,22 @@ AUTO, DISABLE = "auto", "disable"
 #: Op -> what the user wants for it.
 PluginConfig = Mapping[str, str]
 
+#: Ops that passes make out of others. Where the user chose a tactic for one of those, its calls stay.
+MADE_FROM = {
+    "linear_q8": ("linear",),
+    "linear_gated": ("linear", "gated_activation"),
+    "linear_gated_q8": ("linear", "gated_activation", "linear_gated"),
+    "add_rms_norm": ("add", "rms_norm"),
+    "rms_norm_q8": ("rms_norm",),
+    "add_rms_norm_q8": ("add", "rms_norm", "add_rms_norm"),
+    "rope_kv_write": ("rope", "kv_write"),
+}
+
+
+def keeps_apart(plugins: PluginConfig, op: str) -> bool:
+    """Whether ``op`` would take calls from an op whose tactic the user chose."""
+    return any(plugins.get(part, AUTO) != AUTO for part in MADE_FROM.get(op, ()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plugged:
@@ -61,8 +77,8 @@ def apply_plugins(
         tactic = known[wanted]
         if wanted not in target:
             raise ConfigError(
-                f"plugin {op}={wanted}: CPUs of the build's level have no such kernel; choose another "
-                "tactic or cpu_level"
+                f"plugin {op}={wanted} is for another device or CPU level than the build's target; choose "
+                "another tactic or cpu_level"
             )
         kept = [i for i in mine if tactic in options[i]]
         if not kept:

@@ -60,16 +60,17 @@ def generalise(recordings: Sequence[tuple[Sizes, Sequence[fx.Node]]]) -> None:
     op cannot infer.
     """
     sizes = [sizes for sizes, _ in recordings]
+    places = {node: i for _, nodes in recordings for i, node in enumerate(nodes)}
     for calls in zip(*(nodes for _, nodes in recordings), strict=False):
         node = calls[0]
-        other = next((n for n in calls if n.target is not node.target), node)
-        if other is not node:
+        targets, arguments = zip(*(_as_call_of(node, n) for n in calls), strict=True)
+        other = next((n for n, target in zip(calls, targets, strict=True) if target is not node.target), None)
+        if other is not None:
             raise DependsOnSizes(
                 f"{_where(node)} calls {op_name(node)} at some sizes of a step and {op_name(other)} at others"
             )
-        args = _unify([n.args for n in calls], sizes, node)
-        kwargs = _unify([n.kwargs for n in calls], sizes, node)
-        shapes = _unify([_shapes(n) for n in calls], sizes, node)
+        args, kwargs = _unify(arguments, sizes, node, places)
+        shapes = _unify([_shapes(n) for n in calls], sizes, node, places)
         node.args = _infer_sizes(node, args, shapes)
         if name := _first_named((node.args, kwargs)):
             raise DependsOnSizes(f"{_where(node)} passes the step's {name} to {op_name(node)}")
@@ -79,19 +80,34 @@ def generalise(recordings: Sequence[tuple[Sizes, Sequence[fx.Node]]]) -> None:
         raise DependsOnSizes(f"{_where(extra)} calls {op_name(extra)} at some sizes of a step only")
 
 
-def _unify(values: Sequence[Any], sizes: Sequence[Sizes], node: fx.Node) -> Any:
-    """The value that all recordings share, with ``_Named`` for the size of a dimension."""
+def _as_call_of(node: fx.Node, other: fx.Node) -> tuple[Any, tuple[Any, Any]]:
+    """Target and arguments of ``other``, written as a call of ``node``'s target where it is the same sum or
+    product: with one row in a step, what broadcasts in other steps has equal shapes."""
+    kind = {aten.add.Tensor: "add", aten.mul.Tensor: "mul"}.get(other.target)
+    if node.target is torch.ops.pelton.binary.default and kind and not other.kwargs:
+        return node.target, ((*other.args, kind), other.kwargs)
+    return other.target, (other.args, other.kwargs)
+
+
+def _unify(
+    values: Sequence[Any], sizes: Sequence[Sizes], node: fx.Node, places: Mapping[fx.Node, int]
+) -> Any:
+    """The value that all recordings share, with ``_Named`` for the size of a dimension.
+
+    ``places``: position of each call; step inputs and weights are the same by name.
+    """
     first = values[0]
     if all(type(v) is type(first) for v in values):
         if isinstance(first, fx.Node):
-            if all(v.name == first.name for v in values):
+            if len({places.get(v, v.name) for v in values}) == 1:
                 return first
         elif isinstance(first, list | tuple):
             if all(len(v) == len(first) for v in values):
-                return type(first)(_unify(parts, sizes, node) for parts in zip(*values, strict=True))
+                parts = zip(*values, strict=True)
+                return type(first)(_unify(part, sizes, node, places) for part in parts)
         elif isinstance(first, dict):
             if all(v.keys() == first.keys() for v in values):
-                return {key: _unify([v[key] for v in values], sizes, node) for key in first}
+                return {key: _unify([v[key] for v in values], sizes, node, places) for key in first}
         elif all(v == first for v in values):
             return first
         elif isinstance(first, int):

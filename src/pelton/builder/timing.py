@@ -2,11 +2,11 @@
 
 A tactic runs as a plan of the native runner that holds nothing but the call, once for each of many
 copies of its weights and KV caches (``timing_bench``): together they are as large as what a real step
-reads between two uses of one weight, at most twice the last-level cache, so weights come from memory
+reads between two uses of one weight, at most three times the last-level cache, so weights come from memory
 where they would in the model. Where a call computes for long, fewer copies do. Intermediate tensors
 stay warm, as they are there. Candidates take turns, round by round, so that a disturbance of the
-machine hits all of them. A time is the lower quartile over runs of all copies: being disturbed only ever
-makes a run slower.
+machine hits all of them. A time is the lower quartile of means over a dozen calls: being disturbed
+only ever makes calls slower.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pelton.kernels.conformance import Case, ConformanceError, check, levels_of
 from pelton.kernels.tactic import Tactic
 
 #: Bytes of all copies together.
-MIN_WORKING_SET, MAX_WORKING_SET = 32 << 20, 160 << 20
+MIN_WORKING_SET, MAX_WORKING_SET = 32 << 20, 192 << 20
 #: A weight beyond this is timed on part of its rows, and the time scaled.
 MAX_WEIGHT = 48 << 20
 ROUNDS = 5
@@ -38,8 +38,6 @@ ROUNDS = 5
 CALM, TRIES = 1.2, 4
 #: Seconds that one round of the fastest candidate should take.
 ROUND_SECONDS = 0.006
-#: Calls of a round where there are few copies.
-CALLS = 32
 #: Seconds after which a call is not run again.
 CALL_SECONDS = 2.0
 #: A candidate this many times slower than the fastest in a first try is not tried again.
@@ -65,7 +63,7 @@ class NativeTimer:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._limit = min(max(2 * last_level_cache(), MIN_WORKING_SET), MAX_WORKING_SET)
+        self._limit = min(max(3 * last_level_cache(), MIN_WORKING_SET), MAX_WORKING_SET)
 
     def check(self, signature: Signature, tactic: Tactic) -> str | None:
         """On generated operands of the call's own shapes, but at most so many tokens and weight rows."""
@@ -98,28 +96,27 @@ class NativeTimer:
         return {name: round(_quartile(s) * scale * 1e6, 2) for name, s in samples.items()}
 
     def _rounds(self, bench: Bench, tactics: Sequence[Tactic], fastest: float) -> dict[str, list[float]]:
-        """Seconds of many calls, by tactic."""
-        calls = max(1, round(ROUND_SECONDS / max(fastest, 1e-9)))
-        copies = min(calls, bench.copies)
-        runs = max(1, min(calls, CALLS) // copies)
-        samples = {t.name: bench.seconds(t, copies) for t in tactics}
+        """Times of a call, by tactic."""
+        calls = max(1, round(ROUND_SECONDS / fastest))
+        for tactic in tactics:
+            bench.seconds(tactic, calls)
+        samples: dict[str, list[float]] = {t.name: [] for t in tactics}
         deadline = time.perf_counter() + CALL_SECONDS
         for _ in range(TRIES):
             for _ in range(ROUNDS):
-                if time.perf_counter() > deadline:
+                if time.perf_counter() > deadline and all(samples.values()):
                     return samples
                 for tactic in tactics:
-                    for _ in range(runs):
-                        samples[tactic.name] += bench.seconds(tactic, copies)
+                    samples[tactic.name] += bench.seconds(tactic, calls)
             if all(_calm(s) for s in samples.values()):
                 break
         return samples
 
 
 def _first_try(bench: Bench, tactic: Tactic) -> float:
-    """Shortest of a few calls (the very first one touches everything), or of one where that is long."""
+    """Shortest of a few calls: the very first one touches everything. Fewer where a call takes long."""
     seconds = bench.seconds(tactic, 1)
-    while len(seconds) < 4 and sum(seconds) < ROUND_SECONDS:
+    while len(seconds) < 4 and sum(seconds) < CALL_SECONDS / 4:
         seconds += bench.seconds(tactic, 1)
     return min(seconds)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,43 +19,55 @@ from pelton.engine.plan import Buffer, Instruction, Operand, Plan, TacticChoice
 from pelton.engine.shards import align
 from pelton.ir.op import Op, get_op
 from pelton.kernels import native
+from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.native import Array
 from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec
 
-MAX_COPIES = 512
+#: Calls in a plan.
+MAX_CALLS = 512
+#: Calls whose mean is one sample.
+SAMPLE = 12
 ROWS = "rows"
 
 _NUMPY = {"bfloat16": np.uint16}
 
 
 class Bench:
-    """The operands of a call, and plans that run a tactic on up to ``copies`` copies of the cold ones
-    (weights, KV caches). Close it to end the plans' threads."""
+    """A call's operands, and plans that run tactics on it many times in a row, each time on the next copy
+    of the cold ones (weights, KV caches). Close it to end the plans' threads."""
 
     def __init__(self, signature: Signature, threads: int, working_set: int) -> None:
         self._signature = signature
         self._threads = threads
         self._op = get_op(signature.op)
         self._generator = torch.Generator().manual_seed(0)
+        self._working_set = working_set
         self._warm: dict[str, Array] = {}
         self._cold: dict[tuple[int, str], list[Array]] = {}
         self._plans: dict[tuple[str, int], NativePlan] = {}
         self._step = _empty_step(signature.tokens)
-        self.copies = max(1, min(MAX_COPIES, working_set // max(1, self._cold_bytes())))
 
-    def seconds(self, tactic: Tactic, copies: int) -> list[float]:
-        """Times of ``copies`` calls in a row, each on operands of its own: their mean, as often.
+    def seconds(self, tactic: Tactic, calls: int) -> list[float]:
+        """Times of one call: means over parts of ``calls`` calls in a row.
 
-        The times of single calls mislead on a busy machine. The thread that reads the clock may be late
-        by most of a call; then that call seems long, and the next, which the other threads have done
-        meanwhile, to take no time at all."""
-        key = tactic.name, copies
-        if key not in self._plans:
-            self._plans[key] = self._plan(tactic, copies)
-        plan = self._plans[key]
-        plan.start_profile()
+        A part has ``SAMPLE`` calls or more: when the thread that reads the clock between two calls wakes
+        late, others have done its next call already, so that single times may be far too short. Shorter
+        plans are timed as a whole, from outside.
+        """
+        plan = self._plans.get((tactic.name, calls))
+        if plan is None:
+            plan = self._plans[tactic.name, calls] = self._plan(tactic, min(calls, MAX_CALLS))
+        calls = len(plan.plan.instructions)
+        parts = calls // SAMPLE
+        if parts > 1:
+            plan.start_profile()
+        start = time.perf_counter()
         plan.run(self._step)
-        return [sum(t.seconds for t in plan.profile()) / copies] * copies
+        if parts <= 1:
+            return [(time.perf_counter() - start) / calls]
+        single = [t.seconds for t in plan.profile()]
+        ends = [calls * i // parts for i in range(parts + 1)]
+        return [sum(single[a:b]) / (b - a) for a, b in pairwise(ends)]
 
     def close(self) -> None:
         """End all threads; idempotent."""
@@ -61,13 +75,19 @@ class Bench:
             plan.close()
         self._plans.clear()
 
-    def _cold_bytes(self) -> int:
-        cold = [o for o in self._signature.inputs if o is not None and o.kind in ("weight", "cache")]
-        return sum(math.prod(o.shape) * ITEMSIZE.get(o.dtype, 1) for o in cold)
+    def _copies(self, tactic: Tactic) -> int:
+        """How many copies of the cold operands fill the working set."""
+        nbytes = 1
+        for i, o in enumerate(self._signature.inputs):
+            if o is not None and o.kind == "weight":
+                nbytes += LAYOUTS[tactic.weight_layouts.get(i, ROWS)].nbytes(o.dtype, o.shape)
+            elif o is not None and o.kind == "cache":
+                nbytes += math.prod(o.shape) * ITEMSIZE[o.dtype]
+        return max(1, self._working_set // nbytes)
 
     # ---- The plan ----
 
-    def _plan(self, tactic: Tactic, copies: int) -> NativePlan:
+    def _plan(self, tactic: Tactic, calls: int) -> NativePlan:
         buffers: list[Buffer] = []
         operands: list[Operand] = []
         data: dict[str, Array] = {}
@@ -89,27 +109,29 @@ class Bench:
 
         unused = in_arena("logits", (1, 1), "float32")
         outputs = tuple(in_arena(f"out{i}", shape, dtype) for i, (shape, dtype) in enumerate(self._outputs()))
-        shared: dict[int, int] = {}
+        made: dict[str, int] = {}
+        copies = self._copies(tactic)
         instructions = []
-        for copy in range(copies):
+        for call in range(calls):
             inputs: list[int] = []
             for i, o in enumerate(self._signature.inputs):
                 if o is None:
                     inputs.append(-1)
-                elif o.kind in ("weight", "cache"):
-                    name = f"in{i}.{copy}"
+                    continue
+                is_cold = o.kind in ("weight", "cache")
+                name = f"in{i}.{call % copies}" if is_cold else f"in{i}"
+                if name not in made:
                     layout = tactic.weight_layouts.get(i, ROWS)
-                    data[name] = self._cold_copy(i, o, layout, copy)
-                    inputs.append(add(_buffer(name, o, layout), o.shape))
-                else:
-                    if i not in shared:
-                        data[f"in{i}"] = self._warm_value(i, o)
-                        shared[i] = add(_buffer(f"in{i}", o, ROWS), o.shape, o.strides)
-                    inputs.append(shared[i])
+                    if is_cold:
+                        data[name] = self._cold_copy(i, o, layout, call % copies)
+                    else:
+                        data[name] = self._warm_value(i, o)
+                    made[name] = add(_buffer(name, o, layout), o.shape, o.strides)
+                inputs.append(made[name])
             instructions.append(
                 Instruction(
                     op=self._op.name,
-                    name=f"call{copy}",
+                    name=f"call{call}",
                     inputs=tuple(inputs),
                     outputs=outputs,
                     attrs=dict(self._signature.attrs),

@@ -80,7 +80,7 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Device that the engine is for: cpu, an NVIDIA GPU's architecture (sm_80, sm_90, ...), or cuda: this
     machine's GPU, else sm_90 (cpu)."""
     cpu_level: str | None = None
-    """CPU level whose kernels may be used (this machine's): generic, avx2, avxvnni, avx512, avx512bf16, amx,
+    """CPU level whose kernels may be used (this machine's): generic, avx2, avxvnni, avx512, avx512bf16,
     or any: kernels that run everywhere."""
     model_impl: str | None = None
     """Where the model's definition comes from: pelton (its file in ``models/``), transformers (imported),

@@ -147,6 +147,8 @@ class OwnErrors:
                 self._found[name] = normalised_error(theirs, view.float().numpy())
             view.copy_(view.new_tensor(theirs))
         for name, layer, kind in written_caches(self._plan, instruction):
+            if layer not in getattr(self._engine_caches, kind):
+                continue  # the engine's are on a GPU: these are made from its own keys and values
             mine = getattr(self._caches, kind)[layer]
             theirs_cache = getattr(self._engine_caches, kind)[layer]
             self._found[name] = normalised_error(as_values(theirs_cache), as_values(mine))

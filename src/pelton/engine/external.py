@@ -6,6 +6,7 @@ Only for an engine whose maker one trusts: the session checks that before.
 from __future__ import annotations
 
 import ctypes
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,7 @@ class Externals:
                 ) from error
 
     def _symbol(self, tactic: ExternalTactic) -> int:
-        path = Path(tactic.file) if self._folder is None else self._folder / tactic.file
+        path = Path(tactic.file) if self._folder is None else self._inside(tactic.file)
         try:
             if tactic.file not in self._libraries:
                 self._libraries[tactic.file] = ctypes.CDLL(str(path))
@@ -70,6 +71,13 @@ class Externals:
                 f"the engine's compiled code cannot be used here ({error}); rebuild it"
             ) from error
         return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+    def _inside(self, file: str) -> Path:
+        """The engine's file; a plan names no other, for what is trusted is the engine."""
+        assert self._folder is not None
+        if not re.fullmatch(r"compiled/[\w.-]+", file):
+            raise EngineError(f"{self._folder} is damaged: its plan wants code from {file!r}; rebuild it")
+        return self._folder / file
 
 
 def _check_version(tactic: ExternalTactic) -> None:

@@ -71,8 +71,8 @@ def profile_session(session: Session, prompts: Sequence[Tokens], steps: int) -> 
     plan = session.native_plan
     if plan is None:
         raise EngineError(
-            "profiles are made of the native runner, and this engine runs on the reference here; "
-            "run it where the native library is"
+            "profiles are of the native CPU runner, and this engine runs on the "
+            f"{session.runner_name} runner here; use an engine for CPUs where the native library is"
         )
     _check_limits(session, prompts, steps)
     blocks = _block_tables(session, prompts, steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -79,6 +80,20 @@ def summarise(engine: Engine) -> Summary:
         blocks=tuple(_blocks(plan)),
         arena=tuple(live_bytes(plan)),
     )
+
+
+def settings(engine: Engine) -> dict[str, str]:
+    """What the engine was built for, by the setting's name, as people read it."""
+    return {name: _setting(name, v) for name, v in msgspec.to_builtins(engine.config.build).items()}
+
+
+def _setting(name: str, value: Any) -> str:
+    if name == "profiles":
+        ranges = ({dim: f"{r['min']}:{r['opt']}:{r['max']}" for dim, r in p["dims"].items()} for p in value)
+        return "; ".join(", ".join(f"{dim} {text}" for dim, text in p.items()) for p in ranges)
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items()) or "none"
+    return "all cores" if name == "threads" and value == 0 else str(value)
 
 
 def live_bytes(plan: Plan) -> list[int]:

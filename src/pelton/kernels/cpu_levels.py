@@ -14,7 +14,6 @@ INCLUDES = {
     "avxvnni": ("generic", "avx2", "avxvnni"),
     "avx512": ("generic", "avx2", "avx512"),
     "avx512bf16": ("generic", "avx2", "avx512", "avx512bf16"),
-    "amx": ("generic", "avx2", "avx512", "avx512bf16", "amx"),
 }
 #: Every CPU that the library was compiled for: the baseline kernels.
 ANY = "any"

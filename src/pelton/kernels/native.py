@@ -121,7 +121,7 @@ def available() -> bool:
 
 
 def cpu_level() -> str:
-    """Name of the highest ISA level in use: generic, avx2, avxvnni, avx512, avx512bf16 or amx."""
+    """Name of the highest ISA level in use: generic, avx2, avxvnni, avx512 or avx512bf16."""
     return str(load_library().pelton_cpu_level().decode())
 
 
@@ -156,12 +156,8 @@ def library_kernels() -> dict[str, tuple[str, ...]]:
 
 def has_level(level: str) -> bool:
     """Whether this CPU (under the cap) has an ISA level."""
-    lib, i = load_library(), 0
-    while (name := lib.pelton_level_name(i)) is not None:
-        if name.decode() == level:
-            return bool(lib.pelton_has_level(i))
-        i += 1
-    return False
+    names = level_names()
+    return level in names and bool(load_library().pelton_has_level(names.index(level)))
 
 
 def attr_value(attr: Attr) -> float:

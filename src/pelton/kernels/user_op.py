@@ -31,6 +31,7 @@ class OpFunction:
 
     def __init__(self, op: Op) -> None:
         self.op = op
+        self.__wrapped__ = op.reference
         self.__doc__ = op.reference.__doc__
         self.__name__ = op.reference.__name__
         self.__qualname__ = op.reference.__qualname__

@@ -11,6 +11,7 @@ from pelton.passes import (
     fold_norm_weight,
     fold_scaling,
     fuse_gate_mlp,
+    fuse_linears,
     fuse_qkv,
     gemm_bias,
     gemm_swiglu,
@@ -31,6 +32,7 @@ PASSES: tuple[Pass, ...] = (
     unfuse_qkv_gemm.PASS,
     fuse_qkv.PASS,
     fuse_gate_mlp.PASS,
+    fuse_linears.PASS,
     # From here on over the traced graph.
     constant_folding.PASS,
     simplify_views.PASS,

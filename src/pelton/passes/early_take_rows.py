@@ -57,7 +57,9 @@ def _read_by_rows_only(graph: Graph, take: fx.Node) -> list[fx.Node]:
             continue
         if all(user is take or user in narrow for user in node.users):
             narrow.add(node)
-    return [node for node in graph.calls if node in narrow]
+    # Of a split whose other parts are read elsewhere, rows are taken of the part.
+    parts = {node for node in narrow if op_name(node) == "getitem" and node.args[0] not in narrow}
+    return [node for node in graph.calls if node in narrow and node not in parts]
 
 
 def _is_row_wise(graph: Graph, node: fx.Node) -> bool:

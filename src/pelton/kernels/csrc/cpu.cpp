@@ -7,27 +7,12 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
-const char* const kNames[PELTON_LEVELS] = {"generic", "avx2", "avxvnni", "avx512", "avx512bf16", "amx"};
+const char* const kNames[PELTON_LEVELS] = {"generic", "avx2", "avxvnni", "avx512", "avx512bf16"};
 
-// Whether Linux lets this process use AMX's tiles: it must be asked, before the first use, once for all threads.
-bool tiles_permitted() {
-#if defined(__linux__) && defined(__x86_64__)
-  constexpr int kArchReqXcompPerm = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-
-// `cap`: the highest level asked about.
-unsigned detect(int cap) {
+unsigned detect() {
   unsigned levels = 1u << PELTON_GENERIC;
 #if defined(__x86_64__)
   unsigned a, b, c, d;
@@ -37,8 +22,8 @@ unsigned detect(int cap) {
   unsigned xcr0, high;
   __asm__("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
   const bool ymm = (xcr0 & 0x06) == 0x06, zmm = (xcr0 & 0xe6) == 0xe6;
-  unsigned b7, c7, d7, a71 = 0;
-  if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return levels;
+  unsigned b7, c7, a71 = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d)) return levels;
   if (a >= 1 && __get_cpuid_count(7, 1, &a71, &b, &c, &d) == 0) a71 = 0;
   const bool avx2 = b7 >> 5 & 1, bmi2 = b7 >> 8 & 1;
   if (!(ymm && avx2 && fma && f16c && bmi2)) return levels;
@@ -49,8 +34,6 @@ unsigned detect(int cap) {
   if (zmm && f && dq && bw && vl && vnni) {
     levels |= 1u << PELTON_AVX512;
     if (a71 >> 5 & 1) levels |= 1u << PELTON_AVX512BF16;
-    const bool tiles = (d7 >> 24 & 1) && (d7 >> 25 & 1) && (xcr0 & 0x60000) == 0x60000;
-    if (tiles && cap >= PELTON_AMX && tiles_permitted()) levels |= 1u << PELTON_AMX;
   }
 #endif
   return levels;
@@ -59,11 +42,11 @@ unsigned detect(int cap) {
 // Levels in use: the CPU's, up to PELTON_CPU_LEVEL.
 unsigned levels() {
   static const unsigned value = [] {
-    const char* name = getenv("PELTON_CPU_LEVEL");
-    int cap = PELTON_LEVELS - 1;
-    for (int i = 0; name && i < PELTON_LEVELS; i++)
-      if (!strcmp(name, kNames[i])) cap = i;
-    return detect(cap) & ((2u << cap) - 1);
+    unsigned found = detect();
+    const char* cap = getenv("PELTON_CPU_LEVEL");
+    for (int i = 0; cap && i < PELTON_LEVELS; i++)
+      if (!strcmp(cap, kNames[i])) found &= (2u << i) - 1;
+    return found;
   }();
   return value;
 }

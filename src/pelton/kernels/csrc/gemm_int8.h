@@ -2,15 +2,14 @@
 //
 // A tile is 16 rows x up to kTileTokens tokens: per block of 32 columns an exact integer sum, then acc =
 // fma(sum, d_w d_x, acc), and acc = fma(m_w, sum of x, acc) where the type has m. That order is the same in every
-// variant, so a row's result does not depend on the number of tokens. Up to kFewTokens tokens unpack the
-// weights in registers; more unpack a stretch of the panel once.
+// variant, so a row's result does not depend on the number of tokens. Up to Few tokens unpack the weights in
+// registers; more unpack a stretch of the panel once.
 #pragma once
 #include "gemm_tile.h"
 #include "quantise.h"
 
 namespace {
 
-constexpr int kFewTokens = 8;
 // Below so many values every thread quantises for itself: cheaper than a barrier.
 constexpr int64_t kPrivateValues = 4096;
 
@@ -92,13 +91,24 @@ void run_tokens(const Source& w, Act x, int64_t first, int64_t n, int64_t blocks
   }
 }
 
-#ifdef PELTON_GEMM_AMX
-template <class Q>  // gemm_amx.h
-void amx_tokens(const Unpacked<Q>& w, Act& x, int64_t first, int64_t n, int64_t blocks, Target& to);
-#endif
+// A panel times all tokens. Either way gives the same results, bit for bit.
+template <class Q>
+__attribute__((noinline)) void multiply_packed(const uint8_t* panel, int64_t k, const Act& x, const Target& to) {
+  run_tokens(Packed<Q>(panel, k), x, 0, k / 32, k / 32, to);
+}
+template <class Q>
+__attribute__((noinline)) void multiply_unpacked(const uint8_t* panel, int64_t k, const Act& x, const Target& to) {
+  const int64_t blocks = k / 32;
+  Unpacked<Q> stretch;
+  for (int64_t first = 0; first < blocks; first += stretch.kMaxBlocks) {
+    const int64_t left = blocks - first, n = left < stretch.kMaxBlocks ? left : stretch.kMaxBlocks;
+    stretch.fill(Packed<Q>(panel, k), first, n);
+    run_tokens(stretch, x, first, n, blocks, to);
+  }
+}
 
 // The product of weights of type Q with int8 activations, a panel at a time.
-template <class Q>
+template <class Q, int Few>
 struct Int8 {
   using Input = Act;
   static int64_t panel_bytes(int64_t k) { return ::panel_bytes<Q>(k); }
@@ -120,21 +130,8 @@ struct Int8 {
   }
   static Act tokens(const Act& x, int64_t first, int64_t n) { return {x.data + first * x.stride, x.stride, n}; }
 
-  __attribute__((noinline)) static void multiply(const uint8_t* panel, int64_t k, const Act& x, const Target& to) {
-    const int64_t blocks = k / 32;
-    const Packed<Q> packed(panel, k);
-    if (x.tokens <= kFewTokens) return run_tokens(packed, x, 0, blocks, blocks, to);
-    Unpacked<Q> stretch;
-    for (int64_t first = 0; first < blocks; first += stretch.kMaxBlocks) {
-      const int64_t left = blocks - first, n = left < stretch.kMaxBlocks ? left : stretch.kMaxBlocks;
-      stretch.fill(packed, first, n);
-      Act rest = x;
-      Target out = to;
-#ifdef PELTON_GEMM_AMX
-      amx_tokens(stretch, rest, first, n, blocks, out);
-#endif
-      run_tokens(stretch, rest, first, n, blocks, out);
-    }
+  static void multiply(const uint8_t* panel, int64_t k, const Act& x, const Target& to) {
+    return x.tokens <= Few ? multiply_packed<Q>(panel, k, x, to) : multiply_unpacked<Q>(panel, k, x, to);
   }
 };
 

@@ -6,11 +6,16 @@
 #include "gemm_linear.h"
 
 // The same kernels take float32 rows (linear) and quantised ones (linear_q8).
-#define PELTON_LINEAR_INT8(name, Q)                                                           \
-  PELTON_KERNEL("cpu.linear." name ".x16.int8", PELTON_GEMM_LEVEL, linear<Int8<Q>>);            \
-  PELTON_KERNEL("cpu.linear_q8." name ".x16", PELTON_GEMM_LEVEL, linear<Int8<Q>>);              \
-  PELTON_KERNEL("cpu.linear_gated." name ".x16.int8", PELTON_GEMM_LEVEL, linear_gated<Int8<Q>>); \
-  PELTON_KERNEL("cpu.linear_gated_q8." name ".x16", PELTON_GEMM_LEVEL, linear_gated<Int8<Q>>)
+#define PELTON_LINEAR_INT8_(name, suffix, M)                                                       \
+  PELTON_KERNEL("cpu.linear." name ".x16.int8" suffix, PELTON_GEMM_LEVEL, linear<M>);             \
+  PELTON_KERNEL("cpu.linear_q8." name ".x16" suffix, PELTON_GEMM_LEVEL, linear<M>);               \
+  PELTON_KERNEL("cpu.linear_gated." name ".x16.int8" suffix, PELTON_GEMM_LEVEL, linear_gated<M>); \
+  PELTON_KERNEL("cpu.linear_gated_q8." name ".x16" suffix, PELTON_GEMM_LEVEL, linear_gated<M>)
+#define PELTON_LINEAR_INT8(name, Q)                      \
+  using Few##Q = Int8<Q, 8>;                             \
+  using Many##Q = Int8<Q, 1>;                            \
+  PELTON_LINEAR_INT8_(name, "", Few##Q);                 \
+  PELTON_LINEAR_INT8_(name, ".unpacked", Many##Q)
 #define PELTON_LINEAR_F32(name, W)                                                   \
   PELTON_KERNEL("cpu.linear." name, PELTON_GEMM_LEVEL, linear<Float<W>>);              \
   PELTON_KERNEL("cpu.linear_gated." name, PELTON_GEMM_LEVEL, linear_gated<Float<W>>)

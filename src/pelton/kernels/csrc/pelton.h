@@ -55,8 +55,7 @@ typedef enum pelton_level {
   PELTON_AVXVNNI = 2,  // AVX2 and AVX-VNNI (VEX encoded, 256 bits)
   PELTON_AVX512 = 3,   // AVX512 F, BW, VL, DQ, VNNI
   PELTON_AVX512BF16 = 4,
-  PELTON_AMX = 5,  // AMX tiles with int8 products, permitted by the system, and AVX512
-  PELTON_LEVELS = 6,
+  PELTON_LEVELS = 5,
 } pelton_level;
 
 PELTON_EXPORT int pelton_abi_version(void);

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pelton.dtypes import NATIVE_BLOCK_TYPES
-from pelton.kernels.linear.operands import float_input
+from pelton.kernels.linear.operands import UNPACKED, float_input
 from pelton.kernels.linear.workspace import int8_workspace
 from pelton.kernels.tactic import Tactic
 
 
-def _int8(quant: str) -> Tactic:
+def _int8(quant: str, suffix: str = "", priority: int = 20) -> Tactic:
     return Tactic(
-        name=f"cpu.linear.{quant}.x16.int8",
+        name=f"cpu.linear.{quant}.x16.int8{suffix}",
         op="linear",
         supports=lambda node: node.activations == "int8" and float_input(node, quant),
-        priority=20,
+        priority=priority,
         precision="int8",
         batch_invariant=True,
         weight_layouts={1: "x16"},
@@ -32,4 +32,8 @@ def _float32(quant: str) -> Tactic:
     )
 
 
-TACTICS = [make(quant) for quant in NATIVE_BLOCK_TYPES for make in (_int8, _float32)]
+TACTICS = [
+    tactic
+    for quant in NATIVE_BLOCK_TYPES
+    for tactic in (_int8(quant), _int8(quant, UNPACKED, 19), _float32(quant))
+]

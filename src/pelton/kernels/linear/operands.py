@@ -5,6 +5,10 @@ from __future__ import annotations
 from pelton.kernels.gated_activation.cpu import KINDS
 from pelton.kernels.tactic import NodeSpec
 
+#: Ends the names of int8 tactics that unpack a panel's weights before its products from 2 tokens on (the
+#: others from 9 on). The results are the same, bit for bit.
+UNPACKED = ".unpacked"
+
 
 def float_input(node: NodeSpec, quant: str) -> bool:
     """Whether input and bias are float32 and the weight's values are of type ``quant``."""

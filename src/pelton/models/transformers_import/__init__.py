@@ -32,8 +32,10 @@ def import_model(hf_config: Mapping[str, Any], *, max_seq_len: int) -> ImportedC
     from pelton.models.transformers_import.match_activations import match_activations
     from pelton.models.transformers_import.match_norms import match_norms
     from pelton.models.transformers_import.match_rope import match_rope
+    from pelton.models.transformers_import.match_splits import match_splits
     from pelton.models.transformers_import.model import ImportedCausalLM
     from pelton.models.transformers_import.packed import Edit
+    from pelton.models.transformers_import.unpair_rope import unpair_rope
 
     config = skeleton.load_config(hf_config)
     import transformers
@@ -46,7 +48,7 @@ def import_model(hf_config: Mapping[str, Any], *, max_seq_len: int) -> ImportedC
     stored = skeleton.checkpoint_names(module)
     packed = pack.pack(captured, name, [groups.index(kv) for kv in layers], stored)
     edit = Edit(packed)
-    for find in (fold_weights, match_norms, match_rope, match_activations):
+    for find in (fold_weights, match_norms, match_rope, unpair_rope, match_activations, match_splits):
         find(edit)
     packed.clean()
     _check_ops(packed, name)

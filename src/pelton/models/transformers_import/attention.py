@@ -53,6 +53,8 @@ class Mask:
         raise NotImportable("cuts its attention mask by itself")
 
 
+_OTHER_MASK = "has an attention mask that is neither causal nor a sliding window"
+
 #: Longest sequence of the module being captured; what tells windows from full attention.
 LENGTH: ContextVar[int] = ContextVar("length", default=0)
 #: Calls of the attention function so far.
@@ -70,18 +72,23 @@ def window_of(mask_function: Callable[..., Any], length: int) -> int:
 
     Raises ``NotImportable`` where a query sees anything but the last so many keys up to its own.
     """
-    keys = torch.arange(length + 1, device="cpu")
+    queries = torch.arange(length, device="cpu")
     zero = torch.zeros((), dtype=torch.long, device="cpu")
 
-    def visible(query: int) -> Any:
-        seen = mask_function(zero, zero, torch.tensor(query, device="cpu"), keys)
-        return seen.expand(length + 1) & True
+    def sees(query: Any, key: Any) -> Any:
+        seen = mask_function(zero, zero, query, key)
+        return seen.expand(torch.broadcast_shapes(query.shape, key.shape))
 
-    window = int(visible(length - 1).sum())
-    for query in {0, 1, 2, 3, length // 3, length // 2, length - 2, length - 1} & set(range(length)):
-        want = (keys <= query) & (keys > query - window)
-        if not torch.equal(visible(query), want):
-            raise NotImportable("has an attention mask that is neither causal nor a sliding window")
+    window = int(sees(queries[-1], queries).sum())
+    for query in {0, 1, 2, length // 3, length // 2, length - 1} & set(range(length)):
+        want = (queries <= query) & (queries > query - window)
+        if not torch.equal(sees(queries[query], queries), want):
+            raise NotImportable(_OTHER_MASK)
+    for distance in (-1, 0, 1, window // 2, window - 1, window):
+        places = queries[max(0, distance) : length + min(0, distance)]
+        want = torch.full(places.shape, 0 <= distance < window, device="cpu")
+        if not torch.equal(sees(places, places - distance), want):
+            raise NotImportable(_OTHER_MASK)
     return 0 if window >= length else window
 
 

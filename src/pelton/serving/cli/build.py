@@ -44,7 +44,9 @@ engine is written next to its place and renamed at the end, so it is never half 
 )
 @click.option("--force", is_flag=True, help="Replace OUTPUT when it is there.")
 @click.option(
-    "--dry-run", is_flag=True, help="Only tell what would be built, its memory and time: no weights are read."
+    "--dry-run",
+    is_flag=True,
+    help="Only tell what would be built, its memory and time: no weights are read (a hub id is downloaded).",
 )
 @click.option(
     "--timing-cache",

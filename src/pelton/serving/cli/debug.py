@@ -133,7 +133,7 @@ def _show(
     if save is not None:
         np.savez(save, **found)  # type: ignore[arg-type]
         notify(f"{len(found)} tensors in {save}")
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": name,
             "shape": list(a.shape),

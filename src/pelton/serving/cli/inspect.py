@@ -109,14 +109,13 @@ def _record(engine: Engine, show_plan: bool, used: int | None) -> dict[str, Any]
 
 def _print(engine: Engine, show_plan: bool, verified: bool, used: int | None) -> None:
     from pelton.engine.resources import human_bytes
-    from pelton.engine.summary import summarise
+    from pelton.engine.summary import settings, summarise
 
     summary, report = summarise(engine), engine.report()
     state = ", every file verified" if verified else ""
     click.echo(f"{engine.path}  {human_bytes(engine.nbytes)}{state}\n")
     _print_model(engine)
-    fields = msgspec.to_builtins(engine.config.build)
-    click.echo("\n" + table("built for", [(name, _setting(name, value)) for name, value in fields.items()]))
+    click.echo("\n" + table("built for", list(settings(engine).items())))
     _print_memory(engine, summary, used)
     click.echo(f"\nplan: {len(engine.plan.instructions)} instructions")
     for block in summary.blocks:
@@ -246,10 +245,6 @@ def _pass_row(p: dict[str, Any]) -> tuple[Any, ...]:
     reasons += [p["note"]] if p.get("note") else []
     reasons += [f"{n}: {why}" for why, n in p.get("skipped", {}).items()]
     return p["name"], p["matched"], p["changed"], "; ".join(reasons)
-
-
-def _setting(name: str, value: Any) -> str:
-    return "all cores" if name == "threads" and value == 0 else str(value)
 
 
 def _upto(max_tokens: int) -> str:

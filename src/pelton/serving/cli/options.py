@@ -43,7 +43,7 @@ BUILD_HELP = {
     "timing": "Time tactics on this machine, or take them in their default order.",
     "plugins": "Tactic of an op: auto, a tactic's name or disable (repeatable; docs/tactics.md lists them).",
     "target": "Device to build for: cpu, cuda (this machine's GPU), sm_90, sm_80, ...",
-    "cpu_level": "CPU to build for: generic, avx2, avxvnni, avx512, avx512bf16, amx, any. Default: this one.",
+    "cpu_level": "CPU to build for: generic, avx2, avxvnni, avx512, avx512bf16, any. Default: this one.",
     "model_impl": "Model definition: pelton, transformers (any causal model), auto.",
     "passes": "A compiler pass: auto, force or off (repeatable; docs/passes.md lists them).",
 }

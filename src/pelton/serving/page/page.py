@@ -9,7 +9,7 @@ from pelton.engine.artifact import Engine
 from pelton.engine.cost import StepShape, step_costs
 from pelton.engine.profile import PhaseProfile
 from pelton.engine.resources import human_bytes
-from pelton.engine.summary import summarise
+from pelton.engine.summary import settings, summarise
 from pelton.serving.page.plots import HEIGHT, WIDTH, bars, legend, shares
 
 #: Keys of the decode step whose bytes are plotted where nothing was measured.
@@ -28,8 +28,6 @@ def render(engine: Engine, phases: list[PhaseProfile] | None = None) -> str:
 
 
 def _context(engine: Engine, phases: list[PhaseProfile] | None) -> dict[str, Any]:
-    import msgspec
-
     summary, report = summarise(engine), engine.report()
     plan, config = engine.plan, engine.config
     names = [f"{i} {ins.name}" for i, ins in enumerate(plan.instructions)]
@@ -39,7 +37,7 @@ def _context(engine: Engine, phases: list[PhaseProfile] | None) -> dict[str, Any
         "engine": engine,
         "model": config.model,
         "size": human_bytes(engine.nbytes),
-        "settings": msgspec.to_builtins(config.build),
+        "settings": settings(engine),
         "summary": summary,
         "report": report,
         "passes": report.get("passes") or [],
