@@ -74,7 +74,8 @@ def test_the_page_is_whole_and_has_every_section(pelton: Run, text_engine: Path,
     assert not {name for name, _ in parsed.attributes} & {"src", "href"}
     assert "prefers-color-scheme: dark" in text
     plan = open_engine(text_engine).plan
-    assert text.count("<rect") == 2 * len(plan.instructions) + 4
+    assert text.count("<rect") == 2 * len(plan.instructions) + 4 + len(producers(plan))
+    assert "where tensors lie" in words
 
 
 @pytest.mark.skipif(not native.available(), reason="the native library is not built")
@@ -103,6 +104,10 @@ def test_tables_say_what_the_engine_is(pelton: Run, text_engine: Path) -> None:
     plan = open_engine(text_engine).plan
     lines = pelton("inspect", text_engine, "--plan").out.splitlines()
     assert sum(bool(re.match(r" *\d+ .* = \w+\(", line)) for line in lines) == len(plan.instructions)
+    arena = lines[lines.index("arena") + 2 :]
+    assert [line.split()[0] for line in arena[: len(producers(plan))]] == [
+        plan.buffers[b].name for b in producers(plan)
+    ]
 
 
 def test_what_the_report_has_is_shown(pelton: Run, text_engine: Path, tmp_path: Path) -> None:

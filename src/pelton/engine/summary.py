@@ -96,9 +96,9 @@ def _setting(name: str, value: Any) -> str:
     return "all cores" if name == "threads" and value == 0 else str(value)
 
 
-def live_bytes(plan: Plan) -> list[int]:
-    """Bytes of arena tensors alive at each instruction, at the largest step: from where a tensor is made
-    to where it (or a view of it) is last read."""
+def lifetimes(plan: Plan) -> dict[int, tuple[int, int]]:
+    """Of each arena buffer by index: the instruction that makes it, and the last one that reads it (or a
+    view of it)."""
     first = producers(plan)
     last = dict(first)
     for index, instruction in enumerate(plan.instructions):
@@ -106,10 +106,15 @@ def live_bytes(plan: Plan) -> list[int]:
             if operand >= 0 and plan.operands[operand].buffer in last:
                 last[plan.operands[operand].buffer] = index
     last[plan.operands[plan.logits].buffer] = len(plan.instructions) - 1
+    return {buffer: (begin, last[buffer]) for buffer, begin in first.items()}
+
+
+def live_bytes(plan: Plan) -> list[int]:
+    """Bytes of arena tensors alive at each instruction, at the largest step."""
     change = [0] * (len(plan.instructions) + 1)
-    for buffer, begin in first.items():
+    for buffer, (begin, end) in lifetimes(plan).items():
         change[begin] += plan.buffers[buffer].nbytes
-        change[last[buffer] + 1] -= plan.buffers[buffer].nbytes
+        change[end + 1] -= plan.buffers[buffer].nbytes
     found, now = [], 0
     for delta in change[:-1]:
         now += delta

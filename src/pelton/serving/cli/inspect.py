@@ -121,7 +121,8 @@ def _print(engine: Engine, show_plan: bool, verified: bool, used: int | None) ->
     for block in summary.blocks:
         click.echo(_block(block))
     if show_plan:
-        click.echo("\n" + _plan(engine))
+        click.echo("\n" + _plan(engine) + "\n")
+        _show_buffers(engine)
     click.echo()
     rows = [
         (
@@ -207,6 +208,19 @@ def _plan(engine: Engine) -> str:
         tactics = ", ".join(f"{c.tactic} {_upto(c.max_tokens)}" for c in instruction.tactics) or "reference"
         lines.append(f"{i:4} {', '.join(outs)} = {instruction.op}({', '.join(names)})  [{tactics}]")
     return "\n".join(lines)
+
+
+def _show_buffers(engine: Engine) -> None:
+    """The arena's layout."""
+    from pelton.engine.summary import lifetimes
+
+    rows = []
+    for index, (first, last) in lifetimes(engine.plan).items():
+        b = engine.plan.buffers[index]
+        rows.append(
+            (b.name, f"{b.dtype}[{', '.join(map(str, b.shape))}]", b.offset, b.nbytes, f"{first}-{last}")
+        )
+    show("arena", rows, header=("tensor", "type", "offset", "bytes", "alive"))
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from pelton.engine.artifact import Engine
 from pelton.engine.cost import StepShape, step_costs
 from pelton.engine.profile import PhaseProfile
 from pelton.engine.resources import human_bytes
-from pelton.engine.summary import settings, summarise
-from pelton.serving.page.plots import HEIGHT, WIDTH, bars, legend, shares
+from pelton.engine.summary import lifetimes, settings, summarise
+from pelton.serving.page.plots import HEIGHT, WIDTH, Bar, bars, legend, shares, spans
 
 #: Keys of the decode step whose bytes are plotted where nothing was measured.
 DECODE_KEYS = 512
@@ -51,6 +51,7 @@ def _context(engine: Engine, phases: list[PhaseProfile] | None) -> dict[str, Any
             [f"{n}: {human_bytes(v)}" for n, v in zip(names, summary.arena, strict=True)],
             ops,
         ),
+        "layout": _layout(engine),
         "arena_peak": human_bytes(max(summary.arena, default=0)),
         "times": _times(engine, phases, names, ops),
         "legend": legend(ops),
@@ -58,6 +59,17 @@ def _context(engine: Engine, phases: list[PhaseProfile] | None) -> dict[str, Any
         "height": HEIGHT,
         "human_bytes": human_bytes,
     }
+
+
+def _layout(engine: Engine) -> list[Bar]:
+    """Where each intermediate tensor lies in the arena, and from when to when."""
+    plan = engine.plan
+    parts = []
+    for index, (first, last) in lifetimes(plan).items():
+        b = plan.buffers[index]
+        where = f"{human_bytes(b.nbytes)} at {b.offset}, instructions {first} to {last}"
+        parts.append((first, last, b.offset, b.nbytes, f"{b.name}: {where}"))
+    return spans(parts, len(plan.instructions), plan.arena_bytes)
 
 
 def _memory(engine: Engine) -> list[tuple[str, int]]:

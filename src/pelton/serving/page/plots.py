@@ -40,6 +40,22 @@ def bars(values: Sequence[float], titles: Sequence[str], groups: Sequence[str]) 
     ]
 
 
+def spans(parts: Sequence[tuple[int, int, int, int, str]], steps: int, size: int) -> list[Bar]:
+    """(first, last, offset, bytes, title): rectangles over ``steps`` along x and ``size`` bytes up y."""
+    wide, high = WIDTH / max(1, steps), HEIGHT / max(1, size)
+    return [
+        Bar(
+            x=round(first * wide, 3),
+            y=round(HEIGHT - (offset + nbytes) * high, 3),
+            width=round((last + 1 - first) * wide, 3),
+            height=round(nbytes * high, 3),
+            title=title,
+            colour=i % 8,
+        )
+        for i, (first, last, offset, nbytes, title) in enumerate(parts)
+    ]
+
+
 def shares(parts: Sequence[tuple[str, int, str]]) -> list[Bar]:
     """(name, size, shown size) side by side in one line, each as wide as its share."""
     total = sum(size for _, size, _ in parts) or 1
