@@ -2,10 +2,14 @@
 
     python benchmarks/passes_cpu.py MODEL.gguf [--threads 2] [--rounds 5] [--pass NAME ...]
 
-Only passes that change something in the model are switched off; the others are listed. Both engines are
-loaded in this process and take turns (A B A B), so that what else the machine does hits both alike. A
-figure is the median over rounds of (time without the pass / time with all) - 1: what leaving it out costs.
-Tactics are chosen by default, not by timing, so that both sides run the same kernels but for the pass.
+Only passes that change something in the model are switched off; the others are listed. Tactics are chosen
+by default, not by timing, so that both sides run the same kernels but for the pass.
+
+Both engines are loaded in this process and take turns step by step (A B A B), so that what else the
+machine does hits both alike. How an engine's pages happen to lie in memory moves its times by several
+percent, so each round copies both engines anew (to memory, where there is /dev/shm). A figure is the median
+over rounds of (time without the pass / time with all) - 1, and the least and most of the rounds; the row
+"nothing" compares the engine with itself: so much is noise.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,10 +31,11 @@ from pelton.builder.build import build
 from pelton.builder.report import BuildReport
 from pelton.engine.artifact import open_engine
 
-WORKLOADS: dict[str, Callable[[Pelton], list[float]]] = {
-    "decode": lambda p: p.decode(1, 64, 12),
-    "batch 8": lambda p: p.decode(8, 64, 4),
-    "prefill 256": lambda p: p.prefill(256),
+#: Workload -> (new tokens, total tokens) of each sequence of a step, and how often both engines run it.
+WORKLOADS: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "decode": ([(1, 65)], 24),
+    "batch 8": ([(1, 65)] * 8, 16),
+    "prefill 256": ([(256, 256)], 3),
 }
 
 
@@ -41,22 +46,26 @@ def make(model: Path, output: Path, off: Sequence[str] = ()) -> BuildReport:
     return build(model, config, output=output, check=False)
 
 
-def compare(whole: Pelton, other: Pelton, rounds: int) -> list[float]:
+def load(engine: Path, threads: int) -> Pelton:
+    """A copy of the engine, its cache filled so that single steps can be repeated."""
+    copy = engine.with_name(f"{engine.name}.copy")
+    shutil.copytree(engine, copy)
+    loaded = Pelton(copy, threads)
+    shutil.rmtree(copy)  # the mapping keeps it
+    loaded.decode(8, 64, 1)
+    return loaded
+
+
+def compare(whole: Path, other: Path, threads: int) -> list[float]:
     """What the other engine takes more, by workload: 0.1 is 10 %."""
+    a, b = load(whole, threads), load(other, threads)
     costs = []
-    for work in WORKLOADS.values():
-        ratios = []
-        for _ in range(rounds + 1):
-            a, b = statistics.median(work(whole)), statistics.median(work(other))
-            ratios.append(b / a)
-        costs.append(statistics.median(ratios[1:]) - 1)  # the first round warms both up
+    for lens, times in WORKLOADS.values():
+        pairs = [(a._step(lens), b._step(lens)) for _ in range(times)]
+        costs.append(statistics.median(y / x for x, y in pairs) - 1)
+    a.session.close()
+    b.session.close()
     return costs
-
-
-def sizes(engine: Path) -> tuple[int, int]:
-    """(instructions, bytes of weights) of an engine."""
-    opened = open_engine(engine)
-    return len(opened.plan.instructions), opened.config.memory.weights
 
 
 def main() -> None:
@@ -67,35 +76,45 @@ def main() -> None:
     parser.add_argument("--pass", dest="names", action="append", help="only these passes (repeatable)")
     args = parser.parse_args()
 
-    work = Path(tempfile.mkdtemp(prefix="pelton-passes-"))
-    report = make(args.model, work / "all.engine")
-    changed = {p.name: p.changed for p in report.passes if p.changed}
-    whole = Pelton(work / "all.engine", args.threads)
-    absolute = [statistics.median(run(whole) + run(whole)) for run in WORKLOADS.values()]
-    cases = {name: (name,) for name in changed if not args.names or name in args.names}
-    if not args.names:
-        cases["all of these"] = tuple(changed)
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    work = Path(tempfile.mkdtemp(prefix="pelton-passes-", dir=memory))
+    try:
+        whole = work / "all.engine"
+        report = make(args.model, whole)
+        changed = {p.name: p.changed for p in report.passes if p.changed}
+        cases: dict[str, tuple[str, ...]] = {"nothing": ()}
+        cases |= {name: (name,) for name in changed if not args.names or name in args.names}
+        if not args.names:
+            cases["all of these"] = tuple(changed)
+        engines = {name: work / f"{name.replace(' ', '-')}.engine" for name in cases}
+        for name, off in cases.items():
+            make(args.model, engines[name], off)
+        costs: dict[str, list[list[float]]] = {name: [] for name in cases}
+        for _ in range(args.rounds):
+            for name, engine in engines.items():
+                costs[name].append(compare(whole, engine, args.threads))
+        loaded = load(whole, args.threads)
+        times = [statistics.median(loaded._step(lens) for _ in range(n)) for lens, n in WORKLOADS.values()]
+        loaded.session.close()
 
-    print(f"{args.model.name}, {args.threads} threads, {args.rounds} rounds; times without the pass")
-    print(f"| pass | places | instructions | weights MB | {' | '.join(WORKLOADS)} |")
-    print("|" + "---|" * (4 + len(WORKLOADS)))
-    instructions, nbytes = sizes(work / "all.engine")
-    times = " | ".join(f"{ms:.2f} ms" for ms in absolute)
-    print(f"| all on | | {instructions} | {nbytes / 1e6:.1f} | {times} |", flush=True)
-    for name, off in cases.items():
-        folder = work / f"{name.replace(' ', '-')}.engine"
-        make(args.model, folder, off)
-        other = Pelton(folder, args.threads)
-        costs = " | ".join(f"{cost:+.1%}" for cost in compare(whole, other, args.rounds))
-        other.session.close()
-        more, nbytes = sizes(folder)
-        places = changed.get(name, "")
-        print(f"| {name} | {places} | {more} | {nbytes / 1e6:.1f} | {costs} |", flush=True)
-        shutil.rmtree(folder)
-    idle = [p.name for p in report.passes if not p.changed]
-    print(f"Nothing to change in this model: {', '.join(idle)}.")
-    whole.session.close()
-    shutil.rmtree(work)
+        print(f"{args.model.name}, {args.threads} threads, {args.rounds} rounds")
+        print(f"| without | places | instructions | weights MB | {' | '.join(WORKLOADS)} |")
+        print("|" + "---|" * (4 + len(WORKLOADS)))
+        rows = {"(all passes on)": [f"{ms:.2f} ms" for ms in times]}
+        rows |= {name: [_figure(list(column)) for column in zip(*costs[name], strict=True)] for name in cases}
+        for name, figures in rows.items():
+            opened = open_engine(engines.get(name, whole))
+            size = f"{len(opened.plan.instructions)} | {opened.config.memory.weights / 1e6:.1f}"
+            print(f"| {name} | {changed.get(name, '')} | {size} | {' | '.join(figures)} |")
+        idle = [p.name for p in report.passes if not p.changed]
+        print(f"Nothing to change in this model: {', '.join(idle)}.")
+    finally:
+        shutil.rmtree(work)
+
+
+def _figure(ratios: list[float]) -> str:
+    low, high = min(ratios), max(ratios)
+    return f"{statistics.median(ratios):+.1%} ({low * 100:+.0f} to {high * 100:+.0f})"
 
 
 if __name__ == "__main__":

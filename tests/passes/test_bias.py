@@ -11,7 +11,7 @@ import torch
 from pelton import nn
 from pelton.ir.recipe import Concat, Flatten, Full, Source, Sum
 from pelton.nn import functional as F
-from pelton.passes import PassContext, attention_bias, gemm_bias
+from pelton.passes import PassContext, attention_bias, fold_scaling, fuse_products, gemm_bias
 from tests.passes.support import FLOAT32, Net, check_same, ops, traced
 
 NO_BIAS = replace(FLOAT32, has_tactic=lambda spec: len(spec.inputs) < 3 or spec.inputs[2] is None)
@@ -120,3 +120,24 @@ def test_where_the_projection_cannot_take_a_bias_it_stays(net: Net, why: str) ->
     report = attention_bias.run(graph, FLOAT32)
     assert report.skipped[0][1] == why
     check_same(net, graph, tolerance=1e-6)
+
+
+def test_a_bias_that_is_computed_stays() -> None:
+    """As an imported model may have: nothing is folded into it, and the products stay apart."""
+
+    def body(self: Any, ids: Any, positions: Any) -> Any:
+        x_TD = F.softcap(self.embed(ids), 3.0)
+        shift = self.v.weight * 2.0
+        y_TD = F.linear(x_TD, self.a.weight, shift) + self.v.weight
+        return y_TD + F.linear(x_TD, self.b.weight, shift) * 0.3
+
+    net = Net(body, a=nn.Linear(32, 32), b=nn.Linear(32, 32), v=Vector(32))
+    graph = traced(net)
+    before = ops(graph)
+    for run, why in (
+        (fuse_products.run, "a bias is computed"),
+        (gemm_bias.run, "its bias is computed"),
+        (fold_scaling.run, "mul is computed"),
+    ):
+        assert why in {said for _, said in run(graph, FLOAT32).skipped}, run.__module__
+    assert ops(graph) == before

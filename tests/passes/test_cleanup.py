@@ -52,6 +52,21 @@ def test_a_product_with_one_is_its_operand() -> None:
     check_same(net, graph)
 
 
+def test_constants_that_an_engine_cannot_store_are_left_with_the_reason() -> None:
+    graph = traced(Net(lambda self, ids, positions: self.embed(ids)))
+    take = next(n for n in graph.calls if op_name(n) == "take_rows")
+    table = graph.insert_constant("table", torch.arange(8).view(4, 2))
+    index = graph.insert_constant("index", torch.tensor([2, 0], dtype=torch.int32))
+    picked = graph.insert_call("take_rows", (table, index), like=take, before=take)
+    graph.insert_call("take_rows", (take.args[0], picked), like=take, before=take)
+    report = constant_folding.run(graph, FLOAT32)
+    assert (report.changed, report.skipped) == (
+        0,
+        ((picked.name, "constants are single float32 tensors"),),
+    )
+    assert picked in graph.calls
+
+
 def test_constants_that_are_only_viewed_and_weights_stay() -> None:
     def body(self: Any, ids: Any, positions: Any) -> Any:
         return self.embed(ids) + F.rope_cos_sin(positions, self.rope.inv_freq.view(4, 4).view(16), 1.0)

@@ -34,7 +34,17 @@ from tests.ir.graph_forward import graph_forward
 from tests.models import zoo
 from tests.models.oracle import load_ours, read_from, relative_error, texts
 from tests.models.paged import PagedRunner, run_packed
-from tests.passes.support import FLOAT32, as_pass, by_name, create, logits, ops
+from tests.passes.support import (
+    FLOAT32,
+    Net,
+    as_pass,
+    by_name,
+    check_same,
+    create,
+    logits,
+    ops,
+    traced,
+)
 
 
 @pytest.mark.parametrize("architecture", zoo.ZOO)
@@ -289,9 +299,27 @@ def test_explain_shows_what_each_pass_changed(llama_graph: Graph) -> None:
     run_graph_passes(PASSES, llama_graph, FLOAT32, explain=shown.append)
     assert [text.split("\n")[0] for text in shown] == [
         "early_take_rows",
+        "fuse_products",
         "add_rms_norm",
         "rope_kv_write",
+        "gemm_swiglu",
         "dead_code",
     ]
-    assert "-kv_write = kv_write(rope_1, view_2, k_cache.0, v_cache.0, slot_mapping.0) -> ()" in shown[2]
-    assert "+rope_kv_write = rope_kv_write(view, view_1, view_2, rope_cos_sin, k_cache.0" in shown[2]
+    assert "-kv_write = kv_write(rope_1, view_2, k_cache.0, v_cache.0, slot_mapping.0) -> ()" in shown[3]
+    assert "+rope_kv_write = rope_kv_write(view, view_1, view_2, rope_cos_sin, k_cache.0" in shown[3]
+
+
+def test_rows_of_one_of_several_results_are_taken_after_it() -> None:
+    """The other part of the product is read as heads, so the split itself needs every row."""
+
+    def body(self: Any, ids: Any, positions: Any) -> Any:
+        a, b = self.wide(self.embed(ids)).split(32, dim=-1)
+        heads = nn.functional.softcap(b.view(-1, 4, 8), 3.0).view(-1, 32)
+        return nn.functional.softcap(a, 3.0) + heads
+
+    net = Net(body, wide=nn.Linear(32, 64))
+    graph = traced(net)
+    assert early_take_rows.run(graph, FLOAT32).changed == 1
+    shapes = [graph.type_of(n).shape[0] for n in graph.calls if op_name(n) == "softcap"]
+    assert sorted(shapes) == ["N", "T"]
+    check_same(net, graph)

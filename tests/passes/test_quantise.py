@@ -162,3 +162,28 @@ def test_a_norm_that_others_read_stays() -> None:
     *_, fused = quantise(graph)
     assert fused.skipped == (("quantize_q8", "rms_norm is read elsewhere too"),)
     check_int8(net, graph, ("qkv", "other"))
+
+
+def test_a_round_trip_of_quantised_rows_is_no_second_rounding() -> None:
+    net = Net(lambda self, ids, positions: F.softcap(self.embed(ids), 3.0))
+    graph = traced(net)
+    capped = next(n for n in graph.calls if op_name(n) == "softcap")
+    take = capped.next
+    node = capped
+    for op in ("quantize_q8", "dequantize_q8", "quantize_q8", "dequantize_q8"):
+        node = graph.insert_call(op, (node,), like=capped, before=take)
+    take.update_arg(0, node)
+    report = move_quantise.run(graph, INT8)
+    assert report.changed == 1
+    assert ops(graph) == ["embedding", "softcap", "quantize_q8", "dequantize_q8", "take_rows"]
+
+
+def test_products_without_a_kernel_for_quantised_rows_keep_theirs() -> None:
+    net = Net(block, **parts())
+    graph = traced(net)
+    explicit_quantise.run(graph, INT8)
+    report = move_quantise.run(graph, replace(INT8, has_tactic=lambda spec: spec.op != "linear_q8"))
+    assert report.changed == 0
+    assert {why for _, why in report.skipped} == {"the target has no kernel for linear_q8 of these types"}
+    assert "dequantize_q8" in ops(graph)
+    check_int8(net, graph, ("qkv", "both"))

@@ -9,6 +9,7 @@ its name: ``Graph.dim``.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -120,7 +121,7 @@ class Graph:
 
     def _insert_input(self, what: GraphInput, value: torch.Tensor) -> fx.Node:
         with self.fx_graph.inserting_before(self.nodes[0]):
-            node = self.fx_graph.placeholder(what.name.replace(".", "_"))
+            node = self.fx_graph.placeholder(re.sub(r"\W", "_", what.name))
         node.meta = {"val": value.to("meta"), "where": ""}
         self.inputs[node.name] = what
         return node

@@ -25,6 +25,9 @@ def run(graph: Graph, context: PassContext) -> PassReport:
     """Rewrite ``linear(x, w)`` to ``linear(dequantize_q8(quantize_q8(x)), w)`` where w is quantised."""
     if context.activations != "int8":
         return PassReport(name=NAME, matched=0, changed=0, note="activations are float32")
+    if context.modes.get("move_quantise") == "off":
+        # Nothing would take dequantize_q8 into the products, and no target runs it by itself.
+        return PassReport(name=NAME, matched=0, changed=0, note="move_quantise is off")
     by_input: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.calls:
         if op_name(node) in PRODUCTS and is_weight(graph, node.args[1]):

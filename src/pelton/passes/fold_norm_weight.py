@@ -64,6 +64,8 @@ def _fold(graph: Graph, context: PassContext, norm: fx.Node, readers: list[fx.No
     assert isinstance(gain, fx.Node)
     shift = argument(norm, "bias") if op_name(norm) == "layer_norm" else None
     for node in filter(None, (gain, shift)):
+        if not is_weight(graph, node):
+            return f"{node.name} is computed"
         if len(node.users) > 1:
             return f"{name_of(graph, node)} is read elsewhere too"
     width = norm.meta["val"].shape[-1]
@@ -72,11 +74,16 @@ def _fold(graph: Graph, context: PassContext, norm: fx.Node, readers: list[fx.No
             return f"it is read by {op_name(reader)}, not by products alone"
         weight = reader.args[1]
         assert isinstance(weight, fx.Node)
+        if not is_weight(graph, weight):
+            return f"{weight.name} is computed"
         if why := _why_not(graph, context, weight, width):
             return why
         bias = argument(reader, "bias")
-        if shift is not None and bias is not None and len(bias.users) > 1:
-            return f"{name_of(graph, bias)} is read elsewhere too"
+        if shift is not None and bias is not None:
+            if not is_weight(graph, bias):
+                return f"{bias.name} is computed"
+            if len(bias.users) > 1:
+                return f"{name_of(graph, bias)} is read elsewhere too"
     for reader in dict.fromkeys(readers):
         _fold_into(graph, reader, gain, shift)
     graph.recipes[name_of(graph, gain)] = Full(width, 1.0)

@@ -8,6 +8,7 @@ from pelton.dtypes import is_dense
 from pelton.ir.graph import Graph
 from pelton.ir.recipe import Recipe, Scale, is_power_of_two
 from pelton.passes.base import PassContext
+from pelton.passes.pattern import is_weight
 
 #: Types with float32's range: a power of two moves exponents and loses nothing.
 WIDE = ("float32", "bfloat16")
@@ -25,6 +26,8 @@ def stored(graph: Graph, context: PassContext, weight: fx.Node) -> str:
 
 def why_not_scaled(graph: Graph, context: PassContext, weight: fx.Node, factor: float) -> str | None:
     """Why ``weight`` cannot take in ``factor``: it would be rounded, or another call reads it too."""
+    if not is_weight(graph, weight):
+        return f"{weight.name} is computed"
     name, quant = name_of(graph, weight), stored(graph, context, weight)
     if len(weight.users) > 1:
         return f"{name} is read elsewhere too"

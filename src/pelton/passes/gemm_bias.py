@@ -13,7 +13,7 @@ from pelton.ir.recipe import Flatten, Recipe, Sum
 from pelton.kernels.tactic import TensorSpec
 from pelton.passes.base import Pass, PassContext, PassReport
 from pelton.passes.folding import name_of, set_bias
-from pelton.passes.pattern import Match, call, rewrite, tensor, weight
+from pelton.passes.pattern import Match, call, is_weight, rewrite, tensor, weight
 
 NAME = "gemm_bias"
 
@@ -42,6 +42,9 @@ def _fold(m: Match) -> str | None:
 
 def why_no_bias(graph: Graph, context: PassContext, product: fx.Node, rows: int) -> str | None:
     """Why ``product`` cannot have a bias of ``rows`` values; None when it can."""
+    old = argument(product, "bias")
+    if old is not None and not is_weight(graph, old):
+        return "its bias is computed"
     args = (*product.args[:2], TensorSpec.of_weight("float32", (rows,)))
     return None if context.supports(graph, "linear", args) else "the target has no kernel for such a product"
 

@@ -38,5 +38,5 @@ PASS = Pass(
     run=run,
     rewrite="gated_activation(split(linear(x))) -> linear_gated(x)",
     bound="float32 rounding",
-    needs=("fuse_gate_mlp", "gemm_bias"),
+    needs=("fuse_gate_mlp", "fuse_products"),
 )
