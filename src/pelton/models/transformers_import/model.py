@@ -82,19 +82,21 @@ class ImportedCausalLM(nn.CausalLM):
             self._run(scopes, calls, values)
         return values[self._logits]
 
-    def _run(self, scopes: Sequence[str], calls: Sequence[fx.Node], values: dict[fx.Node, Any]) -> None:
-        """Run ``calls`` inside the modules ``scopes``: that of the calls, and those that own weights."""
+    def _run(self, scopes: Sequence[str], calls: Sequence[fx.Node], values: dict[fx.Node, Any]) -> Any:
+        """Run ``calls`` inside the modules ``scopes``: that of the calls, and those that own weights.
+        Returns what the last call does."""
         if scopes:
-            self.get_submodule(scopes[0])(self._run, scopes[1:], calls, values)
-            return
+            return self.get_submodule(scopes[0])(self._run, scopes[1:], calls, values)
+        result = None
 
         def value(node: fx.Node) -> Any:
             return self._attribute(str(node.target)) if node.op == "get_attr" else values[node]
 
         for node in calls:
-            values[node] = node.target(*fx.node.map_arg(node.args, value))  # type: ignore[operator]
+            values[node] = result = node.target(*fx.node.map_arg(node.args, value))  # type: ignore[operator]
             for last in self._read_last[node]:
                 del values[last]
+        return result
 
     def linear_groups(self) -> list[tuple[str, ...]]:
         by_input: dict[Any, list[fx.Node]] = {}
@@ -195,8 +197,8 @@ class ImportedCausalLM(nn.CausalLM):
 class _Scope(nn.Module):
     """A module of the imported model: holds its parameters, and runs its calls under its name."""
 
-    def forward(self, run: Any, *arguments: Any) -> None:
-        run(*arguments)
+    def forward(self, run: Any, *arguments: Any) -> Any:
+        return run(*arguments)
 
 
 def _scopes(node: fx.Node) -> tuple[str, ...]:
