@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import pelton
 from pelton.builder.gate import QualityGate
 from pelton.builder.refit import refit
+from pelton.errors import CheckpointError
 from tests.e2e import oracle
 from tests.e2e.stepper import Stepper, relative_error
 from tests.e2e.test_architectures import EXACT, SMALL
@@ -66,6 +68,25 @@ def test_a_bfloat16_checkpoint_with_the_defaults(tmp_path: Path) -> None:
     assert report.quality is not None
     assert report.quality.bound.startswith("kl_mean")
     assert report.quality.kl_mean < 1e-3
+
+
+def test_every_tensor_of_the_checkpoint_is_accounted_for(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(make_model("gpt_neox"), tmp_path / "gpt_neox")
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert "embed_out.weight" in tensors  # what the module calls lm_head
+
+    def build(**changes: Any) -> Any:
+        kept = {name: value for name, value in {**tensors, **changes}.items() if value is not None}
+        save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
+        return pelton.build(checkpoint, pelton.BuildConfig(timing=False), output=tmp_path / "x.engine")
+
+    mask = torch.ones(1, 1, 128, 128)
+    report = build(**{"gpt_neox.layers.0.attention.bias": mask})
+    assert any("gpt_neox.layers.0.attention.bias" in note for note in report.notes)
+    with pytest.raises(CheckpointError, match=r"gpt_neox\.layers\.0\.novelty.* unexpected"):
+        build(**{"gpt_neox.layers.0.novelty": mask})
+    with pytest.raises(CheckpointError, match=r"embed_out\.weight.* missing"):
+        build(**{"embed_out.weight": None})
 
 
 def test_it_runs_where_torch_cannot_be_imported(built: tuple[Any, Path, Any]) -> None:

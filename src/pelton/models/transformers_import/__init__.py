@@ -56,6 +56,7 @@ def import_model(hf_config: Mapping[str, Any], *, max_seq_len: int) -> ImportedC
     saved = module.state_dict(keep_vars=True)
     model = ImportedCausalLM(packed, config=config, layers=layers, saved=saved, stored=stored)
     model.ignored_options = skeleton.unknown_options(config, hf_config)
+    model.unused_tensors = skeleton.unused_tensors(module)
     model.origin = f"transformers {transformers.__version__}"
     return model
 

@@ -139,6 +139,17 @@ def checkpoint_names(model: Any) -> dict[str, str]:
     return {name: stored[id(tensor)] for name, tensor in tensors.items()}
 
 
+def unused_tensors(model: Any) -> tuple[str, ...]:
+    """Shell patterns of tensors that checkpoints of ``model`` may hold although it does not use them."""
+    return tuple(_glob(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ())
+
+
+def _glob(pattern: str) -> str:
+    """The shell pattern of one of ``transformers``' regular expressions, which are searched for."""
+    before, after = "" if pattern[0] == "^" else "*", "" if pattern[-1] == "$" else "*"
+    return before + pattern.strip("^$").replace("\\.", ".").replace(".*", "*") + after
+
+
 def unknown_options(config: Any, values: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys of ``config.json`` that the configuration's class does not have."""
     return tuple(sorted(set(values) - set(type(config)().to_dict()) - INERT))
