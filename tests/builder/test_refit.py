@@ -208,6 +208,32 @@ def test_values_a_pass_relied_on_are_looked_at_again(engine: Path) -> None:
         refit(engine, RandomCheckpoint(TINY_LLAMA))
 
 
+class OneTable(RandomCheckpoint):
+    """A head beside the embedding, with its values unless ``apart``."""
+
+    apart = False
+
+    def read(self, name: str) -> HostTensor:
+        return super().read(name if self.apart else name.replace("lm_head", "model.embed_tokens"))
+
+
+def test_a_shared_embedding_stays_shared_only_while_the_head_is_equal(tmp_path: Path) -> None:
+    config = TINY_LLAMA | {"tie_word_embeddings": False}
+    engine = tmp_path / "shared.engine"
+    build(OneTable(config), CONFIG, output=engine, check=False)
+    assert [c.why for c in open_engine(engine).weight_sources().conditions] == ["share_embedding"]
+    refit(engine, OneTable(config, seed=5))
+    apart = OneTable(config, seed=5)
+    apart.apart = True
+    with pytest.raises(
+        CheckpointError, match=r"\(share_embedding\) that needs equal values, but .* differ by"
+    ):
+        refit(engine, apart)
+    del apart.tensors["lm_head.weight"]  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=r"has no tensor lm_head.weight, which .* needs"):
+        refit(engine, apart)
+
+
 def test_conditions_compare_values_whatever_their_type() -> None:
     one = np.arange(6, dtype=np.float32).reshape(3, 2)
     tensors = {

@@ -54,6 +54,7 @@ def test_defaults_of_a_bfloat16_checkpoint() -> None:
         "target": "cpu",
         "cpu_level": "avx2",
         "model_impl": "auto",
+        "profiling": "names",
         "passes": {},
     }
     assert notes == ""
@@ -112,6 +113,7 @@ def test_automatic_choices_and_what_is_said(
         ({"kv_dtype": "fp8"}, "unknown kv_dtype 'fp8'"),
         ({"threads": -1}, "threads must be 0"),
         ({"fast_build": True, "timing": True}, "timing contradicts fast_build"),
+        ({"profiling": "full"}, "unknown profiling 'full'"),
         ({"cpu_level": "avx-512"}, "unknown cpu_level 'avx-512'; did you mean avx512"),
         (
             {"cpu_level": "avx512", "timing": True},

@@ -23,7 +23,7 @@ from tests.cli.conftest import fake_pelton
 FAKE_SERVE = """
 import pelton.serving.loading as loading
 original = loading.executor_spec
-def fake(engine, config, threads, max_waiting, session=None):
+def fake(engine, config, threads, max_waiting, session=None, trust=False):
     return original(engine, config, threads, max_waiting, "tests.serving.fake_engine:open_fake")
 loading.executor_spec = fake
 import pelton.serving.async_llm

@@ -57,7 +57,9 @@ def config() -> EngineConfig:
         eos_token_ids=(EOS, IM_END),
     )
     model = msgspec.structs.replace(made.model, name="fake-model", generation={"temperature": 0.0})
-    return msgspec.structs.replace(made, model=model)
+    logits_bytes = 4 * VOCAB_SIZE * 8
+    memory = msgspec.structs.replace(made.memory, arena=logits_bytes)
+    return msgspec.structs.replace(made, model=model, memory=memory)
 
 
 def open_fake(

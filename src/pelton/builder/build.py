@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -29,8 +30,10 @@ from pelton.builder.target import device_of, gpu_available, sm_of
 from pelton.builder.timing_cache import encode
 from pelton.builder.weights import write_weights
 from pelton.engine import native_runner
+from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig, EngineConfig
 from pelton.engine.session import Session
+from pelton.engine.trust import remember
 from pelton.engine.weight_sources import WeightSources, describe
 from pelton.errors import ConfigError
 from pelton.ir.evaluate import infer_shape
@@ -145,6 +148,7 @@ def build(
             (folder / "report.json").write_bytes(report.stored_json())
             write_manifest(folder, compiled.plan, hashes, target, compiled.selected.cpu_level)
             size = total_size(folder)
+    remember(open_engine(output))
     machine = machine_report(output, compiled, budget, size, clock.seconds, peak.peak, here)
     return msgspec.structs.replace(report, machine=machine)
 
@@ -179,12 +183,13 @@ def _check(
         native = gpu_available()
     else:
         native = native_runner.unavailable(compiled.plan) is None
-    with Session(folder, kv_blocks=blocks, runner="native" if native else "reference") as session:
+    runner: Literal["native", "reference"] = "native" if native else "reference"
+    with Session(folder, kv_blocks=blocks, runner=runner, trust=True) as session:
         quality = check_engine(session, reference, steps, exact=exact)
     if gate is None:
         return quality
     del reference
     blocks = evaluation_blocks(config)
-    with Session(folder, kv_blocks=blocks, runner="native" if native else "reference") as session:
+    with Session(folder, kv_blocks=blocks, runner=runner, trust=True) as session:
         found = evaluate_text(gate, folder / "tokenizer", session, checkpoint)
     return msgspec.structs.replace(quality, evaluation=found)

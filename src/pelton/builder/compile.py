@@ -20,6 +20,7 @@ from pelton.builder.facts import (
 from pelton.builder.lower import lower
 from pelton.builder.plugins import keeps_apart
 from pelton.builder.profiles import step_limits
+from pelton.builder.profiling import with_names
 from pelton.builder.report import PassReport
 from pelton.builder.resolve import check_model_impl, resolve
 from pelton.builder.selection import CudaSelector, Selected, Selector
@@ -161,6 +162,7 @@ def compile_model(
     with clock("plan"):
         plan = lower(program, selected.choice, quants, step_limits(config))
         plan = with_extensions(plan, selector.tactics, config.cpu_level)
+        plan = with_names(plan, str(config.profiling))
         notes += notes_on(plan)
     return Compiled(
         config=config,

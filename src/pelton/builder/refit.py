@@ -24,6 +24,7 @@ from pelton.builder.weights import Packed, WeightSpec, stored_quant, write_weigh
 from pelton.engine.artifact import Engine, file_sha256, open_engine
 from pelton.engine.plan import Buffer
 from pelton.engine.resources import human_bytes
+from pelton.engine.trust import is_trusted, remember
 from pelton.engine.weight_sources import WeightSources, conditions_of, difference, recipes_of, relevant
 from pelton.errors import CheckpointError, ConfigError, EngineError
 from pelton.ir.condition import SameValues, broken
@@ -79,8 +80,13 @@ def refit(
     sources = _sources(old)
     _check_model(old, sources, opened)
     chosen = _choose(old, recipes_of(sources), names)
-    specs = _specs(old, sources, opened, chosen)
-    for condition in conditions_of(sources):
+    conditions = conditions_of(sources)
+    read = [name for recipe in chosen.values() for name in recipe.sources()]
+    conditions = tuple(c for c in conditions if not {*c.a.sources(), *c.b.sources()}.isdisjoint(read))
+    read += [name for c in conditions for name in (*c.a.sources(), *c.b.sources())]
+    _check_present(old, sources, opened, read)
+    specs = _specs(old, opened, chosen)
+    for condition in conditions:
         if why := broken(_resolved(condition, opened), opened.read):
             raise CheckpointError(
                 f"{opened.name} does not fit {old.path}: its plan relies on a pass ({condition.why}) "
@@ -101,6 +107,8 @@ def refit(
         hashes = {path: sha256 for path, _, sha256 in shards}
         manifest = msgspec.structs.replace(old.manifest, stripped=False, files=file_entries(folder, hashes))
         write_json(folder / "manifest.json", manifest)
+    if is_trusted(old):
+        remember(open_engine(target))
     return RefitReport(
         engine=target.name,
         checkpoint=opened.name,
@@ -169,11 +177,8 @@ def _choose(engine: Engine, recipes: Mapping[str, Recipe], names: Sequence[str])
     return {name: recipe for name, recipe in recipes.items() if name in chosen}
 
 
-def _specs(
-    engine: Engine, sources: WeightSources, checkpoint: Checkpoint, chosen: Mapping[str, Recipe]
-) -> list[WeightSpec]:
+def _specs(engine: Engine, checkpoint: Checkpoint, chosen: Mapping[str, Recipe]) -> list[WeightSpec]:
     """Every tensor of the engine, checked against what the checkpoint has."""
-    _check_present(engine, sources, checkpoint, chosen)
     recipes = {name: resolve_sources(recipe, checkpoint.source) for name, recipe in chosen.items()}
     infos = readable(checkpoint)
     dtype = engine.config.build.dtype
@@ -201,11 +206,10 @@ def _specs(
 
 
 def _check_present(
-    engine: Engine, sources: WeightSources, checkpoint: Checkpoint, chosen: Mapping[str, Recipe]
+    engine: Engine, sources: WeightSources, checkpoint: Checkpoint, names: Sequence[str]
 ) -> None:
     """Raise ``CheckpointError`` unless the tensors are there, in the shapes that the engine's had."""
-    wanted = dict.fromkeys(name for recipe in chosen.values() for name in recipe.sources())
-    there = {name: checkpoint.source(name) for name in wanted}
+    there = {name: checkpoint.source(name) for name in dict.fromkeys(names)}
     missing = [n for n, recipe in there.items() if any(s not in checkpoint.tensors for s in recipe.sources())]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

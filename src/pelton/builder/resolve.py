@@ -28,6 +28,7 @@ MAX_BATCH_SIZE = {"cpu": 8, "cuda": 256}
 MAX_NUM_TOKENS = {"cpu": 512, "cuda": 4096}
 GPU_MEMORY_FRACTION = 0.9
 BLOCK_SIZE = 16
+PROFILING = ("none", "names", "detailed")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("float32", "int8")
@@ -83,6 +84,7 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     _resolve_gpu_memory(values)
     _resolve_deterministic(values)
     _resolve_fast_build(values, notes)
+    values["profiling"] = _choice("profiling", values["profiling"] or "names", PROFILING)
     _resolve_target(values, notes)
     values["model_impl"] = check_model_impl(values["model_impl"])
     _resolve_passes(values)

@@ -12,6 +12,7 @@ from pelton.builder.directory import check_output, engine_directory
 from pelton.builder.engine_files import file_entries, write_json
 from pelton.engine.artifact import open_engine
 from pelton.engine.shards import ShardWriter
+from pelton.engine.trust import is_trusted, remember
 from pelton.errors import ConfigError
 
 
@@ -44,4 +45,6 @@ def strip(engine: str | Path, output: str | Path) -> int:
         files = file_entries(folder, hashes)
         manifest = msgspec.structs.replace(opened.manifest, stripped=True, files=files)
         write_json(folder / "manifest.json", manifest)
-        return sum(f.nbytes for f in files)
+    if is_trusted(opened):
+        remember(open_engine(target))
+    return sum(f.nbytes for f in files)

@@ -18,6 +18,7 @@ from pelton.engine.config import EngineConfig
 from pelton.engine.plan import Plan
 from pelton.engine.plan_check import check_plan
 from pelton.engine.shards import Shards, TensorMeta
+from pelton.engine.trust import FOLDER, code_in
 from pelton.engine.weight_sources import WeightSources
 from pelton.errors import EngineError
 from pelton.kernels import native
@@ -96,6 +97,11 @@ class Engine:
         return sum(f.nbytes for f in self.manifest.files)
 
     @property
+    def code(self) -> list[str]:
+        """Code that running this engine runs, besides Pelton's own (``engine.trust``)."""
+        return code_in((f.path for f in self.manifest.files), self.plan)
+
+    @property
     def stripped(self) -> bool:
         """Whether the weights have been taken out (``pelton strip``): such an engine cannot run."""
         return self.manifest.stripped
@@ -146,8 +152,12 @@ def open_engine(path: str | Path, *, verify: bool = False) -> Engine:
     unset = [name for name in config.build.__struct_fields__ if getattr(config.build, name) is None]
     if unset:
         raise _damaged(root / "config.json", f"build.{unset[0]} has no value")
+    if config.build.target != manifest.target:
+        why = f"it is for {config.build.target}, the manifest for {manifest.target}"
+        raise _damaged(root / "config.json", why)
     plan = _decode(root / "plan.json", Plan)
     weights = Shards(root / f.path for f in manifest.files if PurePosixPath(f.path).suffix == ".safetensors")
+    _check_libraries(root, manifest, plan)
     metas = {**_planned(plan), **weights.meta} if manifest.stripped else weights.meta
     try:
         check_plan(plan, config, metas)
@@ -155,6 +165,15 @@ def open_engine(path: str | Path, *, verify: bool = False) -> Engine:
         raise _damaged(root / "plan.json", str(error)) from error
     engine_id = hashlib.sha256(manifest_path.read_bytes()).hexdigest()
     return Engine(root, manifest, config, plan, weights, engine_id)
+
+
+def _check_libraries(root: Path, manifest: Manifest, plan: Plan) -> None:
+    """Raise ``EngineError`` for a library that the engine's trust (its files) would not cover."""
+    files = {f.path for f in manifest.files if f.path.startswith(FOLDER)}
+    for name, tactic in plan.external.items():
+        if tactic.kind == "library" and tactic.file not in files:
+            why = f"the tactic {name} is in {tactic.file!r}, no file of the engine's code"
+            raise _damaged(root / "plan.json", why)
 
 
 def _planned(plan: Plan) -> dict[str, TensorMeta]:

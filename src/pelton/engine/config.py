@@ -85,6 +85,9 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_impl: str | None = None
     """Where the model's definition comes from: pelton (its file in ``models/``), transformers (imported),
     or auto: the file where there is one, else imported (auto)."""
+    profiling: str | None = None
+    """What the plan keeps for profilers and debuggers (names): none, names of instructions and tensors, or
+    detailed: their shapes and types besides. Without names there are no extra outputs."""
     passes: dict[str, PassMode] = {}
     """Compiler passes by name: ``auto``, ``force`` (fail the build where it does not apply) or ``off``.
     Those that are not named are auto."""

@@ -81,6 +81,16 @@ def resolve_num_blocks(
         raise ConfigError(f"kv_blocks has {len(counts)} numbers, and the engine has {groups} KV groups")
     if any(n < 1 for n in counts):
         raise ConfigError(f"kv_blocks must be at least 1, not {min(counts)}")
+    build = config.build
+    assert build.block_size is not None and build.kv_dtype is not None
+    sizes = [block_bytes(g, build.block_size, build.kv_dtype) for g in config.model.kv_groups]
+    needed = sum(n * size for n, size in zip(counts, sizes, strict=True))
+    free = available_memory() if free is None else free
+    if needed > free:
+        raise ConfigError(
+            f"kv_blocks {max(counts)} need {human_bytes(needed)} for the KV cache, and "
+            f"{human_bytes(free)} are free; use {max(1, free // sum(sizes))} or less"
+        )
     return counts
 
 

@@ -78,6 +78,8 @@ class Instruction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     take them by position)."""
     tactics: tuple[TacticChoice, ...] = ()
     """Sorted by ``max_tokens``; empty: only the reference can run it."""
+    detail: str = ""
+    """Operands with shapes and types, for people; in engines built with profiling detailed."""
 
 
 class ExternalTactic(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -17,9 +17,11 @@ from pelton.engine.batch_sampling import PendingStep, SamplingInputs
 from pelton.engine.config import EngineConfig
 from pelton.engine.cuda.open import gpu_device, gpu_free
 from pelton.engine.kv_cache import KVCaches, allocate, resolve_num_blocks
+from pelton.engine.memory_monitor import MemoryMonitor, MemoryUse
 from pelton.engine.native_plan import NativePlan
 from pelton.engine.prefault import Prefault
 from pelton.engine.resources import cores
+from pelton.engine.trust import check_trust, is_trusted
 from pelton.engine.validate import BatchChecker
 from pelton.errors import ConfigError, EngineError, MissingDependencyError, PeltonError
 
@@ -54,6 +56,7 @@ class Session:
     - ``threads``: CPU threads (default: as built; 0: all cores of the process);
     - ``kv_blocks``: blocks of each KV group, one number for all or one each (default: enough for
       ``max_batch_size`` sequences of ``max_seq_len`` tokens, or what fits in free memory);
+    - ``trust``: run code that the engine carries although it was not built here (``engine.trust``);
     - ``runner``: ``native``, ``reference`` (PyTorch, slow: for debugging), or ``auto``: native
       where the library is there, else reference with a warning;
     - ``device``: which GPU, and ``gpu_memory_fraction``: how much of its free memory may be taken (as
@@ -71,12 +74,15 @@ class Session:
         *,
         threads: int | None = None,
         kv_blocks: int | Sequence[int] | None = None,
+        trust: bool = False,
         runner: RunnerName = "auto",
         device: int = 0,
         gpu_memory_fraction: float | None = None,
     ) -> None:
+        self._monitor = MemoryMonitor()
         self.engine = engine if isinstance(engine, Engine) else open_engine(engine)
         self.engine.require_weights()
+        check_trust(self.engine, trust)
         self.config = self.engine.config
         self.threads = _resolve_threads(self.config, threads)
         self._device = gpu_device(self.engine, device) if runner != "reference" else None
@@ -112,6 +118,13 @@ class Session:
         """The caches, for debuggers: (blocks, kv_heads, block_size, head_dim) of each layer."""
         return self._caches
 
+    @property
+    def memory(self) -> MemoryUse | None:
+        """What the session declares, and what its process has taken since it was made; None on a GPU."""
+        if self._device is not None:
+            return None
+        return self._monitor.use(self.config, self.num_blocks, self.threads)
+
     def run(self, batch: InputBatch, outputs: Sequence[str] = ()) -> StepResult:
         """Compute one step and write its KV.
 
@@ -123,6 +136,11 @@ class Session:
         if self._runner is None:
             raise PeltonError("the session is closed; open a new one")
         self._checker.check(batch)
+        if outputs and self.config.build.profiling == "none":
+            raise ValueError(
+                f"{self.engine.path} was built with profiling none, so its tensors have no names; "
+                "build it with profiling names for extra outputs"
+            )
         for name in outputs:
             if name not in self._names:
                 raise ValueError(f"the engine has no tensor {name!r}")
@@ -161,7 +179,10 @@ class Session:
                 "start a new session (or server) for it"
             )
         if isinstance(self._runner, Reloadable):
-            self._runner.reload(engine)
+            try:
+                self._runner.reload(engine)
+            except Exception as error:  # some are new, some are not: nothing may run on them
+                raise RuntimeError(f"the weights could not all be replaced: {error}") from error
             self.engine = engine
             self.weight_epoch += 1
             return
@@ -225,6 +246,8 @@ class Session:
 
 def _other_plan(old: Engine, new: Engine) -> str | None:
     """What of ``new``, besides weights, is not as in ``old``; None when nothing is."""
+    if not is_trusted(new) and _code_hashes(new) != _code_hashes(old):
+        return "code (which is not trusted)"
     names = [b.name for b in old.plan.buffers if b.kind in ("weight", "constant")]
     if old.plan != new.plan or any(old.weights.meta[n] != new.weights.meta[n] for n in names):
         return "plan"
@@ -232,6 +255,10 @@ def _other_plan(old: Engine, new: Engine) -> str | None:
     if a.model.kv_groups != b.model.kv_groups or a.model.vocab_size != b.model.vocab_size:
         return "model"
     return None if a.build == b.build else "build configuration"
+
+
+def _code_hashes(engine: Engine) -> set[tuple[str, str]]:
+    return {(f.path, f.sha256) for f in engine.manifest.files if f.path in engine.code}
 
 
 def _resolve_threads(config: EngineConfig, threads: int | None) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from pelton.engine.artifact import Engine
 from pelton.engine.batch import Float32, ModelSession
+from pelton.engine.memory_monitor import MemoryUse
 from pelton.errors import DeviceError, EngineError, NotReadyError, QueueFullError, RequestError
 from pelton.runtime.ahead import Ahead, InFlight, needs_host
 from pelton.runtime.config import ExecutorConfig
@@ -58,6 +59,8 @@ class ExecutorStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     weight_epoch: int = 0
     """How often the weights have been replaced."""
+    memory: MemoryUse | None = None
+    """The session's plan beside what its process uses, up to a second old; None: it does not say."""
     finished: dict[str, int]
     """Requests ended, by finish reason."""
     last_progress_time: float
@@ -130,6 +133,8 @@ class Executor:
         self._computed_tokens = self._generated_tokens = 0
         self._finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._last_progress = time.monotonic()
+        self._memory_due = 0.0
+        self._memory_use: MemoryUse | None = None
 
     @property
     def max_request_tokens(self) -> int:
@@ -410,11 +415,19 @@ class Executor:
             computed_tokens=self._computed_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self.scheduler.num_preemptions,
+            memory=self._memory(),
             weight_epoch=int(getattr(self.session, "weight_epoch", 0)),
             finished=dict(self._finished),
             last_progress_time=self._last_progress,
             stuck=self.has_work and idle > self.config.watchdog_seconds,
         )
+
+    def _memory(self) -> MemoryUse | None:
+        now = time.monotonic()
+        if now >= self._memory_due:
+            self._memory_due = now + 1.0  # reading it costs more than a step's other counters together
+            self._memory_use = getattr(self.session, "memory", None)
+        return self._memory_use
 
     def close(self) -> None:
         """Abort everything in flight; idempotent. The session stays open."""

@@ -23,6 +23,8 @@ class ExecutorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Share of a GPU's free memory (as built)."""
     kv_blocks: tuple[int, ...] | None = None
     """Blocks of each KV group (what the engine's limits need, or what fits)."""
+    trust: bool = False
+    """Run code that the engine carries although it was not built here."""
     executor: ExecutorConfig = ExecutorConfig()
     session: str = "pelton.engine.session:Session"
     """``module:callable`` that makes the session; tests put a fake here."""
@@ -34,6 +36,8 @@ class ExecutorSpec(msgspec.Struct, frozen=True, kw_only=True):
         options: dict[str, Any] = {"threads": self.threads, "kv_blocks": self.kv_blocks}
         if self.gpu_memory_fraction is not None:
             options["gpu_memory_fraction"] = self.gpu_memory_fraction
+        if self.trust:
+            options["trust"] = True
         session = factory(engine or self.engine, **options)
         try:
             return Executor(session, self.executor)

@@ -57,6 +57,7 @@ class AsyncLLM:
         build: BuildConfig | None = None,
         threads: int | None = None,
         max_waiting: int = 256,
+        trust: bool = False,
     ) -> None:
         from pelton.runtime.client_thread import ThreadClient
 
@@ -67,7 +68,7 @@ class AsyncLLM:
             apply_overrides(engine.config, build, engine.path) if resolved.given_as_engine else engine.config
         )
         given = build if threads is None else msgspec.structs.replace(build, threads=threads)
-        spec = executor_spec(engine, config, given, max_waiting)
+        spec = executor_spec(engine, config, given, max_waiting, trust=trust)
         self._setup(
             Tokenizer.from_dir(engine.tokenizer_path),
             config,
@@ -84,6 +85,7 @@ class AsyncLLM:
         overrides: BuildConfig | None = None,
         max_waiting: int = 256,
         session: str | None = None,
+        trust: bool = False,
     ) -> AsyncLLM:
         """Open ``engine`` with its executor in a process of its own (``session``: see ``ExecutorSpec``)."""
         from pelton.runtime.client_process import ProcessClient
@@ -91,7 +93,7 @@ class AsyncLLM:
         overrides = overrides or BuildConfig()
         opened = open_engine(engine)
         config = apply_overrides(opened.config, overrides, engine)
-        spec = executor_spec(opened, config, overrides, max_waiting, session)
+        spec = executor_spec(opened, config, overrides, max_waiting, session, trust)
         tokenizer = Tokenizer.from_dir(opened.tokenizer_path)
         # The tokenizer loads here while the weights load there. (``gather`` would not wait for the
         # process to end when this is cancelled.)

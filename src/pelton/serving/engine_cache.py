@@ -13,7 +13,6 @@ import hashlib
 import os
 import platform
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,8 @@ import msgspec
 
 import pelton
 from pelton.engine.config import BuildConfig
+from pelton.engine.user_cache import cache_dir as cache_dir
+from pelton.engine.user_cache import local_path as local_path
 from pelton.errors import CheckpointError, ConfigError, EngineError, MissingDependencyError
 from pelton.serving.overrides import OF_THE_SESSION
 
@@ -41,22 +42,6 @@ class ResolvedModel:
 
     engine: Path
     given_as_engine: bool
-
-
-def local_path(given: str | os.PathLike[str]) -> Path:
-    """``given`` with ``~`` as the home folder; unlike ``Path.expanduser`` it takes any text."""
-    return Path(os.path.expanduser(given))
-
-
-def cache_dir() -> Path:
-    """The folder of cached engines; not created here."""
-    if chosen := os.environ.get("PELTON_CACHE"):
-        return local_path(chosen)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "pelton"
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "pelton"
-    return Path.home() / ".cache" / "pelton"
 
 
 def classify(model: str | os.PathLike[str]) -> Kind:

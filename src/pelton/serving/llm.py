@@ -39,6 +39,7 @@ class LLM:
     - ``build``: settings of the engine, where one is built; for an engine, limits to run below;
     - ``threads``: CPU threads (all cores, or as built);
     - ``progress``: told how a build goes (``pelton.build``);
+    - ``trust``: run code that an engine carries although it was not built here;
     - ``notify``: told in a sentence what takes time.
 
     Raises ``CheckpointError``, ``EngineError`` or ``ConfigError``. Close it, or use it in a ``with``.
@@ -54,6 +55,7 @@ class LLM:
         progress: Any = None,
         notify: Callable[[str], None] | None = None,
         session: str | None = None,
+        trust: bool = False,
     ) -> None:
         build = build or BuildConfig()
         resolved = resolve_model(model, build, progress=progress, notify=notify)
@@ -63,7 +65,7 @@ class LLM:
         )
         """Limits as they hold here."""
         given = build if threads is None else msgspec.structs.replace(build, threads=threads)
-        spec = executor_spec(engine, self.config, given, 1 << 30, session)
+        spec = executor_spec(engine, self.config, given, 1 << 30, session, trust)
         self.tokenizer = Tokenizer.from_dir(engine.tokenizer_path)
         self._executor = spec.open(engine)
         self._front = FrontEnd(self.tokenizer, self.config, self._executor.max_request_tokens)

@@ -15,6 +15,7 @@ def executor_spec(
     given: BuildConfig,
     max_waiting: int,
     session: str | None = None,
+    trust: bool = False,
 ) -> ExecutorSpec:
     """The executor of ``engine`` within the limits of ``config`` (see ``overrides``), with the threads
     and the share of a GPU that are ``given``.
@@ -24,6 +25,7 @@ def executor_spec(
         engine=str(engine.path.absolute()),
         threads=given.threads,
         gpu_memory_fraction=given.gpu_memory_fraction,
+        trust=trust,
         # The session knows the engine's own limits only; lower ones need a smaller cache.
         kv_blocks=None if config == engine.config or engine.on_gpu else choose_num_blocks(config),
         executor=ExecutorConfig(

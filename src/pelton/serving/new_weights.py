@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pelton.engine.artifact import Engine, open_engine
+from pelton.engine.user_cache import cache_dir, local_path
 from pelton.errors import ConfigError
-from pelton.serving.engine_cache import cache_dir, classify, download, local_path
+from pelton.serving.engine_cache import classify, download
 
 #: An engine, a checkpoint (folder, GGUF file or hub id), or arrays by Hugging Face tensor name.
 Weights = str | os.PathLike[str] | Mapping[str, Any]

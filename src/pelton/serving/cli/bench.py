@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pelton.engine.config import BuildConfig
-from pelton.serving.cli.options import Command, build_options, model_argument
+from pelton.serving.cli.options import Command, build_options, model_argument, trust_option
 from pelton.serving.cli.progress import notify, open_llm
 
 if TYPE_CHECKING:
@@ -38,11 +38,20 @@ include scheduling, sampling and detokenising. start is a whole new process: pel
 )
 @click.option("--no-start", is_flag=True, help="Leave out the start-up test.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@trust_option
 @build_options
-def bench(model: str, rounds: int, tokens: int, no_start: bool, as_json: bool, config: BuildConfig) -> None:
+def bench(
+    model: str,
+    rounds: int,
+    tokens: int,
+    no_start: bool,
+    as_json: bool,
+    trust: bool,
+    config: BuildConfig,
+) -> None:
     """Measure MODEL: decode at batch 1 and 8, prefill of 256 tokens, start of a process."""
     results: dict[str, Any] = {}
-    with open_llm(model, config) as llm:
+    with open_llm(model, config, trust) as llm:
         limits = llm.config.build
         assert limits.max_batch_size is not None
         results["model"] = llm.model_id
@@ -65,7 +74,9 @@ def bench(model: str, rounds: int, tokens: int, no_start: bool, as_json: bool, c
         else:
             notify(f"prefill is left out: the engine's max_input_len is below {PREFILL_TOKENS}.")
     if not no_start:
-        results["start"] = {"ms": statistics.median(_start(model, config) for _ in range(rounds)) * 1e3}
+        results["start"] = {
+            "ms": 1e3 * statistics.median(_start(model, config, trust) for _ in range(rounds))
+        }
     if as_json:
         import msgspec
 
@@ -104,12 +115,13 @@ def _prefill(llm: LLM, round_: int) -> float:
     return time.perf_counter() - start
 
 
-def _start(model: str, config: BuildConfig) -> float:
+def _start(model: str, config: BuildConfig, trust: bool) -> float:
     """Seconds that ``pelton run MODEL Hi --max-tokens 1`` takes from start to exit."""
     command = [sys.executable, "-m", "pelton", "run", model, "Hi", "--max-tokens", "1"]
     for name in BuildConfig.__struct_fields__:
-        if (value := getattr(config, name)) is not None:
+        if (value := getattr(config, name)) not in (None, {}, ()):
             command += ["--" + name.replace("_", "-"), str(value)]
+    command += ["--trust"] if trust else []
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start

@@ -16,6 +16,7 @@ from pelton.serving.cli.options import (
     model_argument,
     sampling_options,
     sampling_params,
+    trust_option,
 )
 from pelton.serving.cli.progress import open_llm
 
@@ -38,11 +39,12 @@ Inside: /help /reset /system /exit. The conversation is kept in memory only.""",
 )
 @model_argument
 @click.option("--system", help="System message.")
+@trust_option
 @sampling_options("n", "logprobs", "prompt_logprobs")
 @build_options
-def chat(model: str, system: str | None, sampling: dict[str, Any], config: BuildConfig) -> None:
+def chat(model: str, system: str | None, trust: bool, sampling: dict[str, Any], config: BuildConfig) -> None:
     """Talk with MODEL; answers stream, Ctrl-C stops one."""
-    with open_llm(model, config) as llm:
+    with open_llm(model, config, trust) as llm:
         if llm.tokenizer.chat_template is None:
             raise RequestError(
                 f"{model} has no chat template, so it cannot hold a conversation; "

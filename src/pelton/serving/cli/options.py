@@ -45,6 +45,7 @@ BUILD_HELP = {
     "target": "Device to build for: cpu, cuda (this machine's GPU), sm_90, sm_80, ...",
     "cpu_level": "CPU to build for: generic, avx2, avxvnni, avx512, avx512bf16, any. Default: this one.",
     "model_impl": "Model definition: pelton, transformers (any causal model), auto.",
+    "profiling": "What the engine keeps for profilers and debuggers: none, names, detailed.",
     "passes": "A compiler pass: auto, force or off (repeatable; docs/passes.md lists them).",
 }
 
@@ -233,6 +234,14 @@ def sampling_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
     if chosen & {"temperature", "top_k", "top_p", "min_p"}:
         careful = {}
     return llm.sampling_params(**careful, **given)
+
+
+def trust_option(function: F) -> F:
+    """``--trust``; the command receives ``trust``."""
+    option = click.option(
+        "--trust", is_flag=True, help="Run code that an engine carries although it was not built here."
+    )
+    return option(function)
 
 
 def model_argument(function: F) -> F:

@@ -95,12 +95,12 @@ def resolve(model: str, config: BuildConfig) -> ResolvedModel:
         progress.close()
 
 
-def open_llm(model: str, config: BuildConfig) -> LLM:
+def open_llm(model: str, config: BuildConfig, trust: bool = False) -> LLM:
     """``LLM`` with the same."""
     from pelton.serving.llm import LLM
 
     progress = _LazyProgress()
     try:
-        return LLM(model, build=config, progress=progress, notify=notify)
+        return LLM(model, build=config, progress=progress, notify=notify, trust=trust)
     finally:
         progress.close()

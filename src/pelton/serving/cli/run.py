@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pelton.engine.config import BuildConfig
 from pelton.errors import RequestError
+
+if TYPE_CHECKING:
+    from pelton.engine.memory_monitor import MemoryUse
+
 from pelton.serving.cli.options import (
     Command,
     build_options,
     model_argument,
     sampling_options,
     sampling_params,
+    trust_option,
 )
 from pelton.serving.cli.progress import open_llm
 
@@ -41,6 +46,7 @@ flag says how to sample, temperature 0.7 and top-p 0.9.""",
 @click.option("--raw", is_flag=True, help="Continue PROMPT as plain text, without the chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming text.")
 @click.option("--stats", is_flag=True, help="Print token counts and times to standard error at the end.")
+@trust_option
 @sampling_options()
 @build_options
 def run(
@@ -50,6 +56,7 @@ def run(
     raw: bool,
     as_json: bool,
     stats: bool,
+    trust: bool,
     sampling: dict[str, Any],
     config: BuildConfig,
 ) -> None:
@@ -78,7 +85,7 @@ def run(
         raise click.UsageError(
             "--system needs the chat template that --raw leaves out", click.get_current_context()
         )
-    with open_llm(model, config) as llm:
+    with open_llm(model, config, trust) as llm:
         chat = not raw and llm.tokenizer.chat_template is not None
         if system is not None and not chat:
             raise RequestError(
@@ -93,6 +100,8 @@ def run(
             return
         chunks = llm.stream_chat(messages, params) if chat else llm.stream(prompt, params)
         _print_stream(chunks, params.n, stats)
+        if stats:
+            _print_memory(llm.stats().memory)
 
 
 def _print_stream(chunks: Any, n: int, stats: bool) -> None:
@@ -126,6 +135,21 @@ def _print_stream(chunks: Any, n: int, stats: bool) -> None:
             f"first token after {(first - start) * 1e3:.0f} ms{rate}",
             file=sys.stderr,
         )
+
+
+def _print_memory(use: MemoryUse | None) -> None:
+    """The engine's memory plan beside what was used."""
+    if use is None:
+        return
+    from pelton.engine.resources import human_bytes as text
+
+    work = use.arena + use.workspace + use.inputs
+    print(
+        f"pelton: memory planned: weights {text(use.weights)}, KV up to {text(use.kv)}, "
+        f"work {text(work)}, overhead {text(use.overhead)}; used: {text(use.growth)} "
+        f"besides weights, {text(use.peak_resident)} at most with weights and Python",
+        file=sys.stderr,
+    )
 
 
 def _print_json(model_id: str, out: Any) -> None:

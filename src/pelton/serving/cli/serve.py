@@ -8,7 +8,7 @@ import click
 
 from pelton.engine.config import BuildConfig
 from pelton.errors import ConfigError, MissingDependencyError
-from pelton.serving.cli.options import Command, build_options, model_argument
+from pelton.serving.cli.options import Command, build_options, model_argument, trust_option
 from pelton.serving.cli.progress import resolve
 from pelton.serving.overrides import of_the_session
 
@@ -76,6 +76,7 @@ exit.""",
     type=click.Choice(["debug", "info", "warning", "error"]),
     help="What goes to standard error.",
 )
+@trust_option
 @build_options
 def serve(
     model: str,
@@ -90,6 +91,7 @@ def serve(
     allow_origin: tuple[str, ...],
     drain_seconds: int,
     log_level: str,
+    trust: bool,
     config: BuildConfig,
 ) -> None:
     """Serve MODEL to OpenAI clients over HTTP, on this machine unless --host says otherwise."""
@@ -118,6 +120,7 @@ def serve(
         max_n=max_n,
         max_body_bytes=max_body_mb << 20,
         enable_refit=enable_refit,
+        trust=trust,
         allow_origins=allow_origin,
         drain_seconds=drain_seconds,
         log_level=log_level,

@@ -37,6 +37,7 @@ class Launch:
     max_body_bytes: int = 16 << 20
     allow_origins: tuple[str, ...] = ()
     enable_refit: bool = False
+    trust: bool = False
     drain_seconds: int = 20
     log_level: str = "info"
     session: str = "pelton.engine.session:Session"
@@ -144,6 +145,7 @@ async def _serve(launch: Launch, bound: socket.socket) -> int:
         overrides=launch.overrides,
         max_waiting=launch.max_waiting,
         session=launch.session,
+        trust=launch.trust,
     )
     try:
         settings = ServerSettings(

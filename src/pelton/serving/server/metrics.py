@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pelton.engine.memory_monitor import MemoryUse
 from pelton.runtime.executor import ExecutorStats
 
 if TYPE_CHECKING:
@@ -42,10 +43,30 @@ class _ExecutorCollector(Collector):
             "pelton_preemptions": ("Requests set back to free KV blocks.", stats.preemptions),
             "pelton_steps": ("Steps run.", stats.steps),
         }
+        if stats.memory is not None:
+            yield from _memory(stats.memory)
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value=value)
+
+
+def _memory(use: MemoryUse) -> Iterator[Metric]:
+    declared = GaugeMetricFamily(
+        "pelton_memory_declared_bytes", "Memory that the engine said it needs, by part.", labels=["part"]
+    )
+    for part in ("weights", "arena", "workspace", "inputs", "kv", "overhead"):
+        declared.add_metric([part], getattr(use, part))
+    yield declared
+    yield GaugeMetricFamily(
+        "pelton_memory_growth_bytes",
+        "Anonymous memory taken since the engine was loaded; declared: all parts but weights.",
+        value=use.growth,
+    )
+    yield GaugeMetricFamily("pelton_memory_anonymous_bytes", "Of its process.", value=use.anonymous)
+    yield GaugeMetricFamily(
+        "pelton_memory_peak_resident_bytes", "Most ever, mapped weights included.", value=use.peak_resident
+    )
 
 
 class ServerMetrics:
