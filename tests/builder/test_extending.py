@@ -74,6 +74,21 @@ def test_the_pages_package_is_built_and_run_from_the_command_line(tmp_path: Path
     assert code == 0, err
 
 
+@needs_compiler
+def test_tactics_from_outside_are_timed_beside_each_other(tmp_path: Path, checkpoint: Path) -> None:
+    package, engine = install(tmp_path / "site"), tmp_path / "swish.engine"
+    code, out, err = pelton("build", checkpoint, "-o", engine, "--max-num-tokens", 8, path=package)
+    assert code == 0, out + err
+    rows = [
+        t for t in json.loads((engine / "report.json").read_text())["tactics"] if t["op"] == "my::swish_norm"
+    ]
+    timed = {"my_swish.ops:swish_norm_c", "my_swish.ops:swish_norm_numpy", "my::swish_norm.reference"}
+    assert rows
+    for row in rows:
+        assert row["microseconds"].keys() == timed
+        assert row["tactic"] != "my::swish_norm.reference"
+
+
 def test_a_python_tactic_runs_in_the_engine_and_needs_its_package(tmp_path: Path, checkpoint: Path) -> None:
     package = install(tmp_path / "site", **{C_TACTIC: ""})
     engine = tmp_path / "swish.engine"
