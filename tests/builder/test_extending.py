@@ -68,6 +68,13 @@ def test_the_pages_package_is_built_and_run_from_the_command_line(tmp_path: Path
     assert f"compiled/{library.name}" in [f["path"] for f in manifest["files"]]
     code, out, err = pelton("run", engine, "hello", "--max-tokens", 4, "--temperature", 0)
     assert code == 0, out + err  # compiled code needs no package
+    hidden = tmp_path / "hidden.engine"
+    shutil.copytree(engine, hidden)
+    manifest["files"] = [f for f in manifest["files"] if not f["path"].startswith("compiled/")]
+    (hidden / "manifest.json").write_text(json.dumps(manifest))
+    code, out, err = pelton("run", hidden, "hello")
+    assert code == 2
+    assert "it runs code that manifest.json does not list" in re.sub(r"\s+", " ", err), err
     code, out, err = pelton("inspect", engine, path=package)
     assert "my::swish_norm" in out, out + err
     code, out, err = python(COMPARE, engine, path=package)
