@@ -84,7 +84,7 @@ def test_the_pages_package_is_built_and_run_from_the_command_line(tmp_path: Path
 @needs_compiler
 def test_tactics_from_outside_are_timed_beside_each_other(tmp_path: Path, checkpoint: Path) -> None:
     package, engine = install(tmp_path / "site"), tmp_path / "swish.engine"
-    code, out, err = pelton("build", checkpoint, "-o", engine, "--max-num-tokens", 8, path=package)
+    code, out, err = pelton("build", checkpoint, "-o", engine, "--max-num-tokens", 16, path=package)
     assert code == 0, out + err
     rows = [
         t for t in json.loads((engine / "report.json").read_text())["tactics"] if t["op"] == "my::swish_norm"
