@@ -18,7 +18,7 @@ static_assert(kOwnBytes + 2 * kGatedFloats * 4 <= PELTON_SCRATCH_BYTES, "scratch
 // f(panel, first token, number of tokens) for what this thread claims of `panels` times `tokens`.
 template <class Fn>
 inline void each_piece(pelton_team* team, int64_t panels, int64_t tokens, const Fn& f) {
-  const Split split(panels * ((tokens + kTokensAtOnce - 1) / kTokensAtOnce), pelton_team_size(team));
+  const Split split(panels * ((tokens + kTokensAtOnce - 1) / kTokensAtOnce), pelton_team_size(team), tokens <= 8);
   int64_t lo, hi;
   while (split.claim(team, lo, hi))
     for (int64_t i = lo; i < hi; i++) {
