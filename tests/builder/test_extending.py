@@ -20,6 +20,11 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PELTON_CACHE", str(tmp_path / "pelton-cache"))
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny_hf_checkpoint("llama", tmp_path_factory.mktemp("checkpoints"))
@@ -28,6 +33,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config["swish_beta"] = 1.5
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@needs_compiler
+def test_code_runs_where_the_engine_was_built_or_is_trusted(tmp_path: Path, checkpoint: Path) -> None:
+    package, engine = install(tmp_path / "site"), tmp_path / "swish.engine"
+    code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
+    assert code == 0, out + err
+    elsewhere = str(tmp_path / "another-users-cache")
+    code, out, err = pelton("run", engine, "hello", PELTON_CACHE=elsewhere)
+    assert code == 2, out + err
+    assert re.search(r"carries code \(compiled/\w+\.so.*--trust", re.sub(r"\s+", " ", err)), err
+    code, out, err = pelton("run", engine, "hello", "--trust", "--max-tokens", 2, PELTON_CACHE=elsewhere)
+    assert code == 0, out + err
 
 
 C_TACTIC = '@pelton.tactic("my::swish_norm", source=C_SOURCE, priority=20)'

@@ -25,8 +25,9 @@ FOLDER = "compiled/"
 def code_in(files: Iterable[str], plan: Plan) -> list[str]:
     """What code an engine of these ``files`` (relative paths) would run."""
     compiled = [path for path in files if path.startswith(FOLDER)]
-    python = {t.function for t in plan.external.values() if t.kind == "python"}
-    return compiled + sorted(python | set(plan.op_modules.values()))
+    # A library that the manifest does not list is code all the same.
+    outside = {t.function if t.kind == "python" else t.file for t in plan.external.values()}
+    return list(dict.fromkeys((*compiled, *sorted(outside | set(plan.op_modules.values())))))
 
 
 def remember(engine: Engine) -> None:
