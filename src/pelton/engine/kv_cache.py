@@ -44,6 +44,12 @@ def sequence_blocks(config: EngineConfig) -> int:
     return -(-config.build.max_seq_len // config.build.block_size)
 
 
+def limit_blocks(config: EngineConfig) -> tuple[int, ...]:
+    """Blocks per group for ``max_batch_size`` sequences of ``max_seq_len``: more are of no use."""
+    assert config.build.max_batch_size is not None
+    return (config.build.max_batch_size * sequence_blocks(config),) * len(config.model.kv_groups)
+
+
 def choose_num_blocks(config: EngineConfig, free: int | None = None) -> tuple[int, ...]:
     """Blocks per group for ``max_batch_size`` sequences of ``max_seq_len``, or as many as fit.
 
@@ -51,12 +57,12 @@ def choose_num_blocks(config: EngineConfig, free: int | None = None) -> tuple[in
     workspace). Raises ``ConfigError`` when not even one longest sequence fits.
     """
     build, memory = config.build, config.memory
-    assert build.max_batch_size is not None and build.block_size is not None and build.kv_dtype is not None
+    assert build.block_size is not None and build.kv_dtype is not None
     if free is None:
         free = available_memory() - memory.weights - memory.work
     per_block = sum(block_bytes(g, build.block_size, build.kv_dtype) for g in config.model.kv_groups)
     longest = sequence_blocks(config)
-    blocks = min(build.max_batch_size * longest, int(max(0, free) * _SHARE) // per_block)
+    blocks = min(*limit_blocks(config), int(max(0, free) * _SHARE) // per_block)
     if blocks < longest:
         raise ConfigError(
             f"{config.model.name} needs {human_bytes(longest * per_block)} for the KV cache of one sequence "

@@ -22,8 +22,8 @@ THREAD_BYTES = (1 << 20) + (1 << 17)
 OVERHEAD_BYTES = 24 << 20
 
 
-class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes. Declared first, measured (0: unknown) after."""
+class DeclaredMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that a session takes, known before it is made: see ``declare``."""
 
     weights: int
     """Mapped files."""
@@ -34,6 +34,16 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     kv: int
     overhead: int
     """Threads' scratch, tables of the plan, Python objects."""
+
+    @property
+    def declared(self) -> int:
+        """Anonymous memory that the session may take: everything but weights."""
+        return self.arena + self.workspace + self.inputs + self.kv + self.overhead
+
+
+class MemoryUse(DeclaredMemory, frozen=True, kw_only=True):
+    """Declared, and measured beside it (0: unknown)."""
+
     anonymous: int
     """Anonymous memory now, the process's."""
     growth: int
@@ -41,10 +51,17 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     peak_resident: int
     """Most resident memory of the process ever, mapped files included."""
 
-    @property
-    def declared(self) -> int:
-        """Anonymous memory that the session may take: everything but weights."""
-        return self.arena + self.workspace + self.inputs + self.kv + self.overhead
+
+def declare(config: EngineConfig, num_blocks: tuple[int, ...], threads: int) -> DeclaredMemory:
+    """What a session of an engine for CPUs takes, with so many KV blocks in each group."""
+    return DeclaredMemory(
+        weights=config.memory.weights,
+        arena=config.memory.arena,
+        workspace=config.memory.workspace,
+        inputs=config.memory.inputs,
+        kv=kv_bytes(config, num_blocks),
+        overhead=OVERHEAD_BYTES + threads * THREAD_BYTES,
+    )
 
 
 class MemoryMonitor:
@@ -57,12 +74,7 @@ class MemoryMonitor:
         """Declared and measured now."""
         anonymous = _status("RssAnon:")
         return MemoryUse(
-            weights=config.memory.weights,
-            arena=config.memory.arena,
-            workspace=config.memory.workspace,
-            inputs=config.memory.inputs,
-            kv=kv_bytes(config, num_blocks),
-            overhead=OVERHEAD_BYTES + threads * THREAD_BYTES,
+            **msgspec.structs.asdict(declare(config, num_blocks, threads)),
             anonymous=anonymous,
             growth=max(0, anonymous - self._start),
             peak_resident=_status("VmHWM:"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pelton.engine.config import BuildConfig
+from pelton.serving.cli.config_flags import config_flags
 from pelton.serving.cli.options import Command, build_options, model_argument, trust_option
 from pelton.serving.cli.progress import notify, open_llm
 
@@ -118,9 +119,7 @@ def _prefill(llm: LLM, round_: int) -> float:
 def _start(model: str, config: BuildConfig, trust: bool) -> float:
     """Seconds that ``pelton run MODEL Hi --max-tokens 1`` takes from start to exit."""
     command = [sys.executable, "-m", "pelton", "run", model, "Hi", "--max-tokens", "1"]
-    for name in BuildConfig.__struct_fields__:
-        if (value := getattr(config, name)) not in (None, {}, ()):
-            command += ["--" + name.replace("_", "-"), str(value)]
+    command += config_flags(config)
     command += ["--trust"] if trust else []
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

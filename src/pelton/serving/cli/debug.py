@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pelton.errors import ConfigError
-from pelton.serving.cli.options import Command
+from pelton.serving.cli.options import Command, trust_option
 from pelton.serving.cli.progress import notify
 from pelton.serving.cli.tables import table
 
@@ -46,6 +46,7 @@ Exit code 1: some instruction departs.""",
 )
 @click.option("--all", "show_all", is_flag=True, help="Print every tensor compared, not one a layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@trust_option
 def debug(
     engine: Path,
     list_tensors: bool,
@@ -56,6 +57,7 @@ def debug(
     steps: int,
     show_all: bool,
     as_json: bool,
+    trust: bool,
 ) -> None:
     """Look into ENGINE while it runs, without a rebuild."""
     from pelton.engine.artifact import open_engine
@@ -68,10 +70,10 @@ def debug(
     if list_tensors:
         _list(opened, as_json)
     elif tensors:
-        _show(opened, tensors, _prompt_tokens(opened, prompt), save, as_json)
+        _show(opened, tensors, _prompt_tokens(opened, prompt), save, as_json, trust)
     else:
         assert against is not None
-        _against(opened, against, _prompt_tokens(opened, prompt), steps, show_all, as_json)
+        _against(opened, against, _prompt_tokens(opened, prompt), steps, show_all, as_json, trust)
 
 
 def _list(engine: Engine, as_json: bool) -> None:
@@ -112,7 +114,12 @@ def _prompt_tokens(engine: Engine, prompt: str) -> list[int]:
 
 
 def _show(
-    engine: Engine, names: tuple[str, ...], tokens: list[int], save: Path | None, as_json: bool
+    engine: Engine,
+    names: tuple[str, ...],
+    tokens: list[int],
+    save: Path | None,
+    as_json: bool,
+    trust: bool,
 ) -> None:
     import numpy as np
 
@@ -128,7 +135,7 @@ def _show(
             hint = f"did you mean {near[0]}?" if near else "see --list"
             raise ConfigError(f"the engine has no tensor {name!r}; {hint}")
     (batch,) = _batches(engine, tokens, [])
-    with Session(engine, kv_blocks=_blocks(engine, len(tokens))) as session:
+    with Session(engine, kv_blocks=_blocks(engine, len(tokens)), trust=trust) as session:
         found = {n: as_values(a) for n, a in session.run(batch, names).outputs.items()}
     if save is not None:
         np.savez(save, **found)  # type: ignore[arg-type]
@@ -180,18 +187,18 @@ def _batches(engine: Engine, tokens: list[int], more: list[int]) -> list[InputBa
 
 
 def _against(
-    engine: Engine, other: str, tokens: list[int], steps: int, show_all: bool, as_json: bool
+    engine: Engine, other: str, tokens: list[int], steps: int, show_all: bool, as_json: bool, trust: bool
 ) -> None:
     from pelton.engine.debug import OwnErrors, SessionProbe, compare
     from pelton.engine.session import Session
 
     steps = min(steps, (engine.config.build.max_seq_len or 1) - len(tokens))
     blocks = _blocks(engine, len(tokens) + steps)
-    more = _continuation(engine, tokens, steps, blocks)
-    session = Session(engine, kv_blocks=blocks)
+    more = _continuation(engine, tokens, steps, blocks, trust)
+    session = Session(engine, kv_blocks=blocks, trust=trust)
     left = SessionProbe(session, f"{engine.path.name} ({session.runner_name})")
     try:
-        right = _other(engine, other, blocks)
+        right = _other(engine, other, blocks, trust)
         own = OwnErrors(session, session.num_blocks) if other == "reference" else None
         try:
             found = compare(engine.plan, left, right, _batches(engine, tokens, more), own)
@@ -207,12 +214,12 @@ def _against(
         raise click.exceptions.Exit(1)
 
 
-def _continuation(engine: Engine, tokens: list[int], steps: int, blocks: int) -> list[int]:
+def _continuation(engine: Engine, tokens: list[int], steps: int, blocks: int, trust: bool) -> list[int]:
     """The likeliest tokens after ``tokens`` as the engine has it: both sides compute these."""
     from pelton.engine.session import Session
 
     more: list[int] = []
-    with Session(engine, kv_blocks=blocks) as session:
+    with Session(engine, kv_blocks=blocks, trust=trust) as session:
         while len(more) < steps:
             # The last step alone: the cache holds what came before.
             batch = _batches(engine, tokens, more)[-1]
@@ -220,17 +227,18 @@ def _continuation(engine: Engine, tokens: list[int], steps: int, blocks: int) ->
     return more
 
 
-def _other(engine: Engine, other: str, blocks: int) -> Probe:
+def _other(engine: Engine, other: str, blocks: int, trust: bool) -> Probe:
     from pelton.engine.artifact import is_engine, open_engine
     from pelton.engine.debug import SessionProbe
     from pelton.engine.session import Session
 
     if other == "reference":
-        return SessionProbe(Session(engine, kv_blocks=blocks, runner="reference"), "the reference")
+        session = Session(engine, kv_blocks=blocks, runner="reference", trust=trust)
+        return SessionProbe(session, "the reference")
     if is_engine(other):
         second = open_engine(other)
         _check_same_model(engine, second)
-        return SessionProbe(Session(second, kv_blocks=blocks), second.path.name)
+        return SessionProbe(Session(second, kv_blocks=blocks, trust=trust), second.path.name)
     from pelton.errors import MissingDependencyError
     from pelton.serving.engine_cache import classify, download, local_path
 

@@ -9,14 +9,17 @@ import click
 import msgspec
 
 from pelton.errors import ConfigError
-from pelton.serving.cli.options import Command
+from pelton.serving.cli.options import Command, trust_option
 from pelton.serving.cli.progress import notify
 from pelton.serving.cli.tables import show, table
 
 if TYPE_CHECKING:
     from pelton.engine.artifact import Engine
+    from pelton.engine.memory_monitor import DeclaredMemory, MemoryUse
     from pelton.engine.profile import PhaseProfile
     from pelton.engine.summary import Block, Summary
+
+_BESIDES = "besides the mapped weights"
 
 
 @click.command(
@@ -33,16 +36,17 @@ Examples:
 @click.option("--plan", "show_plan", is_flag=True, help="List every instruction with its tactics.")
 @click.option("--verify", is_flag=True, help="Read all files and compare their SHA-256.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with everything to this file.")
-@click.option("--measure", is_flag=True, help="Run it: times by instruction, memory that it really takes.")
+@click.option("--measure", is_flag=True, help="Run it: times by instruction, memory declared and taken.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@trust_option
 def inspect(
-    engine: Path, show_plan: bool, verify: bool, html: Path | None, measure: bool, as_json: bool
+    engine: Path, show_plan: bool, verify: bool, html: Path | None, measure: bool, as_json: bool, trust: bool
 ) -> None:
     """Show what ENGINE is, was built for and needs: plan, tactics, passes, memory, quality."""
     from pelton.engine.artifact import open_engine
 
     opened = open_engine(engine, verify=verify)
-    phases, used = _measure(opened) if measure else (None, None)
+    phases, used = _measure(opened, trust) if measure else (None, None)
     if html is not None:
         _write_page(opened, html, phases)
     elif as_json:
@@ -61,11 +65,10 @@ def _write_page(engine: Engine, html: Path, phases: list[PhaseProfile] | None) -
     notify(f"{html} has everything in it; open it in a browser.")
 
 
-def _measure(engine: Engine) -> tuple[list[PhaseProfile], int]:
-    """A short run: prefill of 128 tokens (or what fits), 8 steps; and the anonymous bytes it took."""
+def _measure(engine: Engine, trust: bool) -> tuple[list[PhaseProfile], MemoryUse | None]:
+    """A short run: prefill of 128 tokens (or what fits), 8 steps; and the session's memory after it."""
     import numpy as np
 
-    from pelton.builder.peak import PeakMemory, anonymous_bytes
     from pelton.engine.profile import blocks_needed, phases, profile_session
     from pelton.engine.session import Session
 
@@ -74,16 +77,29 @@ def _measure(engine: Engine) -> tuple[list[PhaseProfile], int]:
     tokens = max(1, min(128, build.max_seq_len // 2))
     steps = min(8, build.max_seq_len - tokens)
     prompt = np.random.default_rng(0).integers(0, engine.config.model.vocab_size, tokens, dtype=np.int32)
-    before = anonymous_bytes()
-    with (
-        PeakMemory() as peak,
-        Session(engine, kv_blocks=blocks_needed(engine.config, [prompt], steps)) as session,
-    ):
+    blocks = blocks_needed(engine.config, [prompt], steps)
+    with Session(engine, kv_blocks=blocks, trust=trust) as session:
         found = phases(profile_session(session, [prompt], steps))
-    return found, max(0, peak.peak - before)
+        return found, session.memory
 
 
-def _record(engine: Engine, show_plan: bool, used: int | None) -> dict[str, Any]:
+def _declared(engine: Engine) -> DeclaredMemory | None:
+    """What a session at the engine's limits declares; None on a GPU, whose free memory decides."""
+    from pelton.engine.kv_cache import limit_blocks
+    from pelton.engine.memory_monitor import declare
+    from pelton.engine.resources import cores
+
+    config = engine.config
+    if config.build.target != "cpu":
+        return None
+    return declare(config, limit_blocks(config), config.build.threads or cores())
+
+
+def _memory_record(memory: DeclaredMemory) -> dict[str, int]:
+    return {**msgspec.structs.asdict(memory), "declared": memory.declared}
+
+
+def _record(engine: Engine, show_plan: bool, used: MemoryUse | None) -> dict[str, Any]:
     from pelton.engine.summary import summarise
 
     summary = summarise(engine)
@@ -100,14 +116,16 @@ def _record(engine: Engine, show_plan: bool, used: int | None) -> dict[str, Any]
         "arena_live_bytes": list(summary.arena),
         "report": engine.report(),
     }
+    if (declared := _declared(engine)) is not None:
+        record["declared_memory"] = _memory_record(declared)
     if used is not None:
-        record["measured_anonymous_bytes"] = used
+        record["measured_memory"] = _memory_record(used)
     if show_plan:
         record["plan"] = msgspec.to_builtins(engine.plan)
     return record
 
 
-def _print(engine: Engine, show_plan: bool, verified: bool, used: int | None) -> None:
+def _print(engine: Engine, show_plan: bool, verified: bool, used: MemoryUse | None) -> None:
     from pelton.engine.resources import human_bytes
     from pelton.engine.summary import settings, summarise
 
@@ -166,23 +184,29 @@ def _print_model(engine: Engine) -> None:
         )
 
 
-def _print_memory(engine: Engine, summary: Summary, used: int | None) -> None:
+def _print_memory(engine: Engine, summary: Summary, used: MemoryUse | None) -> None:
     from pelton.engine.resources import human_bytes
 
     build, memory = engine.config.build, engine.config.memory
     assert build.max_batch_size and build.max_seq_len
+    declared = _declared(engine)
     rows = [
         ("weights", human_bytes(memory.weights)),
         ("arena", f"{human_bytes(memory.arena)}, {human_bytes(max(summary.arena, default=0))} alive at once"),
         ("workspace", human_bytes(memory.workspace)),
+        ("inputs", f"{human_bytes(memory.inputs)} of a step's arrays"),
         ("KV per token", human_bytes(memory.kv_bytes_per_token)),
         (
             "KV at the limits",
             human_bytes(memory.kv_bytes_per_token * build.max_batch_size * build.max_seq_len),
         ),
     ]
+    if declared is not None:
+        rows.append(("overhead", f"{human_bytes(declared.overhead)} of threads, tables, Python objects"))
+        rows.append(("declared", f"{human_bytes(declared.declared)} at the limits, {_BESIDES}"))
     if used is not None:
-        rows.append(("measured", f"{human_bytes(used)} besides the mapped weights, in a short run"))
+        what = f"{human_bytes(used.declared)} declared, {human_bytes(used.growth)} taken"
+        rows.append(("short run", f"{what}, {_BESIDES}"))
     click.echo("\n" + table("memory", rows))
     click.echo()
     weights = [

@@ -140,6 +140,11 @@ class Command(click.Command):
                     formatter.write_dl(records)
 
 
+def flag_of(field: msgspec.structs.FieldInfo) -> str:
+    """The flag's name, without dashes before it."""
+    return SINGULAR.get(field.name, field.encode_name).replace("_", "-")
+
+
 def _flags(
     struct: type[msgspec.Struct],
     kind_of_option: type[click.Option],
@@ -152,7 +157,7 @@ def _flags(
     for field in msgspec.structs.fields(struct):
         if field.name in skip:
             continue
-        flag = "--" + SINGULAR.get(field.name, field.encode_name).replace("_", "-")
+        flag = "--" + flag_of(field)
         kind = _given(hints[field.name])
         attrs: dict[str, Any] = {"help": help_texts.get(field.name, ""), "default": None}
         if kind is bool:

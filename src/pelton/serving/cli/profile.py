@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pelton.errors import ConfigError
-from pelton.serving.cli.options import Command
+from pelton.serving.cli.options import Command, trust_option
 from pelton.serving.cli.progress import notify
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ multiply-add as two. The machine's read bandwidth and arithmetic rates are measu
 @click.option("--threads", type=int, metavar="N", help="CPU threads; 0: all cores. Default: as built.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome/Perfetto trace here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@trust_option
 def profile(
     engine: Path,
     prompt: str | None,
@@ -51,6 +52,7 @@ def profile(
     threads: int | None,
     trace: Path | None,
     as_json: bool,
+    trust: bool,
 ) -> None:
     """Time ENGINE by op and by layer, for prefill and decode, and compare it with the machine."""
     from pelton.engine.artifact import open_engine
@@ -60,7 +62,7 @@ def profile(
     opened = open_engine(engine)
     prompts = _prompts(opened, prompt, prompt_len, batch_size)
     blocks = blocks_needed(opened.config, prompts, steps)
-    with Session(opened, threads=threads, kv_blocks=blocks) as session:
+    with Session(opened, threads=threads, kv_blocks=blocks, trust=trust) as session:
         measured = profile_session(session, prompts, steps)
         used = session.threads
     from pelton.kernels.roofline import measure
