@@ -124,7 +124,8 @@ def test_an_engine_keeps_the_times_it_was_chosen_by(tmp_path: Path) -> None:
     ends = [choice.max_tokens for choice in choices[0]]
     assert ends == sorted(set(ends))
     assert ends[-1] == 32
-    assert rows["linear", "2x256 512x256", 2].microseconds.keys() == {
+    # Some CPUs have more kernels to choose among.
+    assert rows["linear", "2x256 512x256", 2].microseconds.keys() >= {
         "cpu.linear.q4_1.x16.f32",
         "cpu.linear.q4_1.x16.int8",
     }
