@@ -44,6 +44,13 @@ def test_an_engine_of_a_family_without_a_file_computes_what_transformers_compute
     check_against(model, tmp_path / "x.engine", 1e-4)
 
 
+def test_an_engine_that_turns_two_values_of_a_head_of_eight(tmp_path: Path) -> None:
+    model = make_model("gpt_neox", hidden_size=32)
+    checkpoint = write_checkpoint(model, tmp_path / "gpt_neox")
+    pelton.build(checkpoint, pelton.BuildConfig(**EXACT, **SMALL), output=tmp_path / "x.engine")
+    check_against(model, tmp_path / "x.engine", 1e-4)
+
+
 def test_the_page_lists_every_family() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
     assert listed == list(FAMILIES)

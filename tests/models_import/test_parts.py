@@ -105,6 +105,19 @@ def test_scaled_rotations(rope: dict[str, Any]) -> None:
     check(model, ours)
 
 
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "linear", "factor": 4.0}], ids=["plain", "scaled"])
+@pytest.mark.parametrize(
+    ("family", "rotary"),
+    [("stablelm", 0.25), ("persimmon", 0.25), ("phi", 0.25), ("phi", 0.5), ("nemotron", 0.25)],
+)
+def test_a_rotation_of_few_values_of_a_small_head(family: str, rotary: float, rope: dict[str, Any]) -> None:
+    """Heads of 8 values of which 2 or 4 turn: sizes of 1 appear where others have dimensions."""
+    parameters = {"rope_theta": 10000.0, "partial_rotary_factor": rotary, "rope_type": "default", **rope}
+    model, ours = imported(family, hidden_size=32, rope_parameters=parameters)
+    assert ops_of(ours).count("rope") == 2 * ours.num_layers
+    check(model, ours)
+
+
 def test_recipes_take_in_what_is_computed_from_weights() -> None:
     _, ours = imported("gemma2")
     recipes = nn.collect_recipes(ours)

@@ -78,7 +78,7 @@ class _Matcher:
             return  # weights take part
         got = evaluate(y, {x: values, self._positions: places}, self._edit.packed.constants)
         flat = values.shape if values.dim() == 3 else (values.shape[0], 1, values.shape[1])
-        for frequencies in self._frequencies(y):
+        for frequencies in self._frequencies(x, y):
             for op in (pelton.rope.default, pelton.rope_interleaved.default):
                 scale = _scale(op, values.view(flat), got.reshape(flat), places, frequencies)
                 if scale is not None:
@@ -113,7 +113,7 @@ class _Matcher:
             front.update(n for n in last.all_input_nodes if not self._is_constant(n))
         return front.pop() if front else None
 
-    def _frequencies(self, y: fx.Node) -> list[Any]:
+    def _frequencies(self, x: fx.Node, y: fx.Node) -> list[Any]:
         found = []
         for leaf in self._leaves[y]:
             values = self._edit.packed.constants.get(str(leaf.target))
@@ -121,7 +121,9 @@ class _Matcher:
                 found += [values, values[: len(values) // 2], values[::2]]
             elif values is not None and values.dim() == 2:
                 found += _frequencies_of(values)
-        return found
+        # Where two values of a head turn, the one frequency is a number, and 1 is multiplied away.
+        factors = [n.args[1] for n in self._between(x, y) if n.target is aten.mul.Tensor]
+        return [*found, *(torch.tensor([f]) for f in (1.0, *factors) if isinstance(f, float))]
 
     def _replace(self, y: fx.Node, x: fx.Node, op: Any, frequencies: Any, scale: float) -> None:
         table = self._table(frequencies, scale)

@@ -185,23 +185,27 @@ def getitem(graph: PackedGraph, val: Any, parts: Sequence[Value], index: int) ->
 @handles(aten.cat.default, aten.concat.default)
 def cat(graph: PackedGraph, val: Any, parts: Sequence[Any], dim: int = 0) -> Value:
     values = [as_value(graph, p) for p in parts]
-    dims = order(val.shape, values)
-    axis = dims.index(dim % val.dim())
+    dims = _with(order(val.shape, values), dim % val.dim())
     if val.shape[dim] in (TOKENS, ROWS):
         raise CannotPack("joins tokens")
     nodes = [graph.arrange(v, dims) for v in values]
-    return placed(graph.call(aten.cat.default, nodes, axis), dims, val)
+    return placed(graph.call(aten.cat.default, nodes, dims.index(dim % val.dim())), dims, val)
+
+
+def _with(dims: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """``dims`` and ``dim``, along which tensors are joined: it may have size 1 in all of them, and then
+    no packed tensor has it."""
+    if dim in dims:
+        return dims
+    place = max((i for i, d in enumerate(dims) if d < dim), default=-1) + 1
+    return (*dims[:place], dim, *dims[place:])
 
 
 @handles(aten.stack.default)
 def stack(graph: PackedGraph, val: Any, parts: Sequence[Any], dim: int = 0) -> Value:
     dim %= val.dim()
     values = [unsqueeze(graph, None, as_value(graph, p), dim) for p in parts]
-    dims = order(val.shape, values)
-    if dim not in dims:
-        before = [i for i, d in enumerate(dims) if d < dim]
-        place = max(before, default=-1) + 1
-        dims = (*dims[:place], dim, *dims[place:])
+    dims = _with(order(val.shape, values), dim)
     nodes = [graph.arrange(v, dims) for v in values]
     return placed(graph.call(aten.cat.default, nodes, dims.index(dim)), dims, val)
 
