@@ -3,16 +3,12 @@ right operands, attributes and workspace."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-import pkgutil
-from collections.abc import Mapping
 
 from pelton.engine.config import EngineConfig
 from pelton.engine.op_rules import RULES, Bound, Rule, Term, bind
 from pelton.engine.plan import Buffer, Instruction, Operand, Plan
-from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec
+from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, shipped_tactics
 
 
 def check_instruction(instruction: Instruction, plan: Plan, config: EngineConfig) -> None:
@@ -30,24 +26,13 @@ def check_instruction(instruction: Instruction, plan: Plan, config: EngineConfig
     if rule is None:
         raise ValueError(f"instruction {name} is of op {op}, which is not known")
     _check_operands(instruction, rule, plan, config)
-    known = tactics_of(op)
+    known = shipped_tactics(op)
     spec = _node_spec(instruction, plan, config)
     for choice in native:
         tactic = known.get(choice.tactic)
         if tactic is None:
             raise ValueError(f"instruction {name} has tactic {choice.tactic}, which op {op} does not have")
         _check_tactic(instruction, tactic, spec, plan, min(choice.max_tokens, plan.dims["T"]))
-
-
-@functools.cache
-def tactics_of(op: str) -> Mapping[str, Tactic]:
-    """The tactics of one op that Pelton ships, by name; only their modules are imported."""
-    package = importlib.import_module(f"pelton.kernels.{op}")
-    found: dict[str, Tactic] = {}
-    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        tactics: list[Tactic] = getattr(importlib.import_module(module.name), "TACTICS", [])
-        found |= {tactic.name: tactic for tactic in tactics}
-    return found
 
 
 def _check_operands(instruction: Instruction, rule: Rule, plan: Plan, config: EngineConfig) -> None:

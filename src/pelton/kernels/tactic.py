@@ -8,6 +8,7 @@ the plan. This module needs neither torch nor the library.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -148,14 +149,24 @@ def all_tactics() -> dict[str, Tactic]:
     import pelton.kernels as package
 
     found: dict[str, Tactic] = {}
-    for folder in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    for folder in pkgutil.iter_modules(package.__path__):
         if not folder.ispkg:
             continue
-        sub = importlib.import_module(folder.name)
-        for module in pkgutil.iter_modules(sub.__path__, folder.name + "."):
-            if module.name.rpartition(".")[2].startswith("triton_"):
-                continue  # a kernel's source: imported where it is compiled
-            for tactic in getattr(importlib.import_module(module.name), "TACTICS", ()):
-                assert tactic.name not in found, f"two tactics are called {tactic.name}"
-                found[tactic.name] = tactic
+        for name, tactic in shipped_tactics(folder.name).items():
+            assert name not in found, f"two tactics are called {name}"
+            found[name] = tactic
     return found | _REGISTERED
+
+
+@functools.cache
+def shipped_tactics(op: str) -> Mapping[str, Tactic]:
+    """The tactics of one op that Pelton ships, by name; only their modules are imported."""
+    package = importlib.import_module(f"pelton.kernels.{op}")
+    found: dict[str, Tactic] = {}
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if module.name.rpartition(".")[2].startswith("triton_"):
+            continue  # a kernel's source: imported where it is compiled
+        for tactic in getattr(importlib.import_module(module.name), "TACTICS", ()):
+            assert tactic.name not in found, f"two tactics are called {tactic.name}"
+            found[tactic.name] = tactic
+    return found
