@@ -10,6 +10,7 @@ import pytest
 
 from pelton.builder.build import build
 from pelton.builder.report import TacticReport
+from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
 from pelton.serving.cli.explain import explain_choices, explain_pass
 from tests.cli.text_engine import LIMITS, text_checkpoint
@@ -37,6 +38,26 @@ def test_a_build_explains_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
     assert re.search(r"rope_kv_write +all +switched off", choices)
     assert re.search(r"paged_attention .*cpu\.paged_attention", choices)
+
+
+def test_the_summary_counts_what_passes_left_alone_and_the_engine_says_why(tmp_path: Path) -> None:
+    """However many places and reasons: the line of the passes names each pass once."""
+    quants = lambda name: "q8_0" if "v_proj" in name else "q4_1" if "proj" in name else "float32"
+    config = BuildConfig(**LIMITS, passes={"rope_kv_write": "off"})
+    report = build(text_checkpoint(quants), config, output=tmp_path / "e", check=False)
+    reasons = {p.name: p.skipped for p in report.passes if p.skipped}
+    assert reasons.keys() >= {"fuse_qkv", "explicit_quantise"}
+    (line,) = [row for row in report.text().splitlines() if row.startswith("  passes")]
+    changed, _, left = line.partition("; left alone: ")
+    assert re.findall(r"(\w+) (\d+|off)\b", changed) == [
+        (p.name, "off" if p.choice == "off" else str(p.changed))
+        for p in report.passes
+        if p.changed or p.choice == "off"
+    ]
+    counts = ", ".join(f"{name} {sum(skipped.values())}" for name, skipped in reasons.items())
+    assert left == f"{counts} (--explain says why)"
+    stored = {p["name"]: p.get("skipped", {}) for p in open_engine(tmp_path / "e").report()["passes"]}
+    assert {name: skipped for name, skipped in stored.items() if skipped} == reasons
 
 
 def test_times_and_rejections_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,14 +184,17 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return text
 
     def _passes(self) -> str:
-        parts = []
+        """What changed, and how many places did not: most reasons are the normal case, and all are kept."""
+        parts, left = [], []
         for p in self.passes:
             if p.changed:
                 parts.append(f"{p.name} {p.changed}")
             if p.choice == "off":
                 parts.append(f"{p.name} off")
-            parts.extend(f"{p.name} skipped {n}: {why}" for why, n in p.skipped.items())
-        return "  ".join(parts) or "none applied"
+            if p.skipped:
+                left.append(f"{p.name} {sum(p.skipped.values())}")
+        text = "  ".join(parts) or "none applied"
+        return f"{text}; left alone: {', '.join(left)} (--explain says why)" if left else text
 
     def _tactics(self) -> str:
         ops = len({t.op for t in self.tactics})
