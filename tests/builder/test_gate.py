@@ -147,6 +147,8 @@ def test_the_gate_of_the_command_line(tmp_path: Path) -> None:
     assert gate == QualityGate(max_kl=0.01, text="some words", name="prose.txt")
     with pytest.raises(ConfigError, match=r"eval_text .*missing\.txt cannot be read"):
         read_gate(None, None, tmp_path / "missing.txt", None)
+    with pytest.raises(ConfigError, match="eval_tokens must be at least 2, not 0"):
+        read_gate(0.01, None, None, 0)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read as text"):
         read_gate(None, None, tmp_path / "binary", None)

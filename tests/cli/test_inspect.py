@@ -129,6 +129,13 @@ def test_what_the_report_has_is_shown(pelton: Run, text_engine: Path, tmp_path: 
     assert "off by the user; switched off" in out
     words = " ".join(page(pelton, engine, tmp_path)[1].words)
     assert "departs from the reference" in words and "3.5 µs" in words and "off by the user" in words
+    figures = {"kl_mean": 0.5, "evaluation": {"text": "prose.txt", "kl_mean": 0.0123456789, "gate": ""}}
+    edit_report(engine, quality=figures)
+    out = pelton("inspect", engine).out
+    assert re.search(r"on text: text +prose\.txt\n +on text: kl_mean +0\.0123457\n", out)
+    assert "on text: gate" not in out
+    assert "on text: kl_mean 0.0123457" in " ".join(page(pelton, engine, tmp_path)[1].words)
+    assert re.search(r"on text: kl_mean +- +0\.0123457", pelton("diff", text_engine, engine).out)
     edit_report(engine, tactics=None, passes=None, quality=None)
     assert pelton("inspect", engine).code == 0
     assert "kept no report of its passes" in " ".join(page(pelton, engine, tmp_path)[1].words)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pelton.engine.artifact import file_sha256, open_engine
+from pelton.engine.artifact import Engine, file_sha256, open_engine
 from pelton.engine.session import Session
 from pelton.errors import EngineError
 
@@ -79,6 +79,14 @@ def format_1(engine: Path) -> None:
 def edited_by_hand(engine: Path) -> None:
     plan = (engine / "plan.json").read_bytes()
     (engine / "plan.json").write_bytes(plan.replace(b"0.00001", b"0.00002"))
+
+
+def twice(plan: Any) -> None:
+    plan["instructions"].append(plan["instructions"][0])
+
+
+def endless_tactic(plan: Any) -> None:
+    next(i for i in plan["instructions"] if i["tactics"])["tactics"][-1]["max_tokens"] = 1 << 70
 
 
 def no_weights_json(engine: Path) -> None:
@@ -194,6 +202,8 @@ def tiny_shard(engine: Path) -> None:
         ),
         (in_plan(lambda p: first(p, "k_cache").update(layer=7)), "belongs to no KV group"),
         (in_plan(lambda p: first(p, "arena").update(dtype="float8")), "unknown type float8"),
+        (in_plan(twice), "two instructions have one name"),
+        (in_plan(endless_tactic), "the tactics of instruction .* do not cover|Expected `int`"),
         (broken_shard, "is damaged: its header cannot be read; rebuild the engine"),
         (endless_header, "is damaged: its header is longer than the file"),
         (tiny_shard, "is damaged: too short for a weight shard"),
@@ -204,6 +214,23 @@ def test_a_bad_engine_is_one_sentence(engine: Path, damage: Callable[[Path], Non
     with pytest.raises(EngineError, match=message) as caught:
         open_engine(engine)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("report.json", lambda e: e.report()), ("weights.json", lambda e: e.weight_sources())],
+)
+def test_files_that_opening_does_not_read_are_checked_when_read(
+    engine: Path, name: str, read: Callable[[Engine], object]
+) -> None:
+    text = (engine / name).read_bytes()
+    (engine / name).write_bytes(text.replace(b"e", b"a", 1))
+    opened = open_engine(engine)
+    with pytest.raises(EngineError, match=rf"{name} does not have the SHA-256 .*edited by hand"):
+        read(opened)
+    (engine / name).unlink()
+    with pytest.raises(EngineError, match=f"{name} is missing"):
+        read(opened)
 
 
 def test_changed_weights_are_found_when_asked(engine: Path) -> None:

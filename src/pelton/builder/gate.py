@@ -185,9 +185,13 @@ def read_gate(
         try:
             given = {"text": eval_text.read_text("utf-8"), "name": eval_text.name}
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"eval_text {eval_text} cannot be read as text: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(f"eval_text {eval_text} cannot be read as text: {why}") from error
     gate = QualityGate(
-        max_kl=max_kl, max_ppl_increase=max_ppl_increase, tokens=eval_tokens or TOKENS, **given
+        max_kl=max_kl,
+        max_ppl_increase=max_ppl_increase,
+        tokens=TOKENS if eval_tokens is None else eval_tokens,
+        **given,
     )
     gate.check()
     return gate

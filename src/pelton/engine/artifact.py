@@ -116,11 +116,20 @@ class Engine:
 
     def weight_sources(self) -> WeightSources:
         """How the weights are made from a checkpoint: ``weights.json``."""
-        return _decode(self.path / "weights.json", WeightSources)
+        return self.read_json("weights.json", WeightSources)
 
     def report(self) -> dict[str, object]:
         """``report.json`` of the build."""
-        return _decode(self.path / "report.json", dict[str, object])
+        return self.read_json("report.json", dict[str, object])
+
+    def read_json(self, name: str, kind: type[T]) -> T:
+        """The file ``name`` of the engine as a ``kind``. Raises ``EngineError``, also where it is not the
+        file that the manifest names: such files are not read, so not hashed, when the engine is opened."""
+        for entry in self.manifest.files:
+            if entry.path == name:
+                _check_file(self.path, entry, verify=True)
+                return _decode(self.path / name, kind)
+        raise _damaged(self.path / "manifest.json", f"it does not list {name}")
 
 
 def is_engine(path: str | Path) -> bool:

@@ -55,9 +55,17 @@ def difference(a: Engine, b: Engine) -> Difference:
         weights=_fields(_weight_types(a), _weight_types(b)),
         memory=_fields(msgspec.to_builtins(left.memory), msgspec.to_builtins(right.memory)),
         passes=_fields(_pass_facts(before), _pass_facts(after)),
-        quality=_fields(before.get("quality") or {}, after.get("quality") or {}),
+        quality=_fields(quality_facts(before), quality_facts(after)),
         files=_fields(_hashes(a), _hashes(b)),
     )
+
+
+def quality_facts(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What a build's report says of the engine's quality, figure by figure."""
+    facts = dict(report.get("quality") or {})
+    evaluation = facts.pop("evaluation", None) or {}
+    facts |= {f"on text: {name}": value for name, value in evaluation.items()}
+    return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
 def _check_one_model(a: Engine, b: Engine) -> None:

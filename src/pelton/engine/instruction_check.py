@@ -17,7 +17,7 @@ def check_instruction(instruction: Instruction, plan: Plan, config: EngineConfig
     if any(not isinstance(a, str) and not math.isfinite(a) for a in instruction.attrs.values()):
         raise ValueError(f"instruction {name} has an attribute that is no number")
     limits = [choice.max_tokens for choice in instruction.tactics]
-    if limits and (limits != sorted(limits) or limits[-1] < plan.dims["T"]):
+    if limits and (limits != sorted(limits) or not plan.dims["T"] <= limits[-1] < 1 << 31):
         raise ValueError(f"the tactics of instruction {name} do not cover steps of {plan.dims['T']} tokens")
     native = [choice for choice in instruction.tactics if choice.tactic not in plan.external]
     if not native:

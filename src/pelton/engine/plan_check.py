@@ -53,6 +53,9 @@ def check_plan(plan: Plan, config: EngineConfig, weights: Mapping[str, TensorMet
             raise ValueError(f"operand {operand.name} has no buffer {operand.buffer}")
         _check_operand(operand, plan.buffers[operand.buffer], dims, on_cpu)
     count = len(plan.operands)
+    names = [instruction.name for instruction in plan.instructions]
+    if len(set(names)) < len(names):
+        raise ValueError("two instructions have one name")
     for instruction in plan.instructions:
         if any(not -1 <= i < count for i in instruction.inputs) or any(
             not 0 <= i < count for i in instruction.outputs

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -64,7 +63,7 @@ class CudaRunner:
     def __init__(self, engine: Engine, num_blocks: Sequence[int], device: Device) -> None:
         plan, root = engine.plan, engine.path
         self._plan, self._device = plan, device
-        code = msgspec.json.decode((root / "compiled" / "code.json").read_bytes(), type=Code)
+        code = engine.read_json("compiled/code.json", Code)
         if code.sm // 10 != device.sm // 10 or code.sm > device.sm:
             raise EngineError(
                 f"{root} was built for sm_{code.sm} GPUs and {device.name} is sm_{device.sm}; rebuild it here"

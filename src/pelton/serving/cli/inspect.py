@@ -249,6 +249,8 @@ def _show_buffers(engine: Engine) -> None:
 
 def _print_report(report: dict[str, Any]) -> None:
     """What the build kept, by its known parts; an older engine may lack some."""
+    from pelton.engine.difference import quality_facts
+
     timed = [
         (
             t["op"],
@@ -268,10 +270,8 @@ def _print_report(report: dict[str, Any]) -> None:
     if passes:
         click.echo()
         show("passes", passes, header=("pass", "matched", "changed", "why not"))
-    if quality := report.get("quality"):
-        rows = [
-            (name, f"{v:.6g}" if isinstance(v, float) else v) for name, v in quality.items() if v is not None
-        ]
+    if quality := quality_facts(report):
+        rows = [(name, f"{v:.6g}" if isinstance(v, float) else v) for name, v in quality.items()]
         click.echo("\n" + table("quality", rows))
     for note in report.get("notes") or []:
         click.echo(f"  note: {note}")

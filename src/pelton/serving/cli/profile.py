@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from pelton.engine.profile import PhaseProfile, Tokens
     from pelton.kernels.roofline import MachineRates
 
+#: Tokens to prefill unless said otherwise, where the engine takes as many.
+PROMPT_LEN = 256
+
 
 @click.command(
     cls=Command,
@@ -35,7 +38,7 @@ multiply-add as two. The machine's read bandwidth and arithmetic rates are measu
 @click.argument("engine", type=click.Path(path_type=Path))
 @click.option("--prompt", help="Text to prefill. Default: --prompt-len tokens of random ids.")
 @click.option(
-    "--prompt-len", default=256, show_default=True, type=click.IntRange(1), help="Tokens to prefill."
+    "--prompt-len", type=click.IntRange(1), help=f"Tokens to prefill. Default: {PROMPT_LEN}, or what fits."
 )
 @click.option("--batch-size", default=1, show_default=True, type=click.IntRange(1), help="Sequences.")
 @click.option("--steps", default=16, show_default=True, type=click.IntRange(1), help="Tokens to decode.")
@@ -46,7 +49,7 @@ multiply-add as two. The machine's read bandwidth and arithmetic rates are measu
 def profile(
     engine: Path,
     prompt: str | None,
-    prompt_len: int,
+    prompt_len: int | None,
     batch_size: int,
     steps: int,
     threads: int | None,
@@ -60,7 +63,8 @@ def profile(
     from pelton.engine.session import Session
 
     opened = open_engine(engine)
-    prompts = _prompts(opened, prompt, prompt_len, batch_size)
+    fitting = (opened.config.build.max_seq_len or PROMPT_LEN) - steps
+    prompts = _prompts(opened, prompt, prompt_len or max(1, min(PROMPT_LEN, fitting)), batch_size)
     blocks = blocks_needed(opened.config, prompts, steps)
     with Session(opened, threads=threads, kv_blocks=blocks, trust=trust) as session:
         measured = profile_session(session, prompts, steps)

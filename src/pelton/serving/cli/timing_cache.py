@@ -70,6 +70,8 @@ def merge(files: tuple[Path, ...], output: Path) -> None:
 
 
 def _existing(file: Path) -> Path:
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder; that of an engine is {file / 'timing_cache.json'}")
     if not file.is_file():
         raise ConfigError(f"there is no timing cache {file}")
     return file

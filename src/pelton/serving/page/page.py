@@ -7,6 +7,7 @@ from typing import Any
 
 from pelton.engine.artifact import Engine
 from pelton.engine.cost import StepShape, step_costs
+from pelton.engine.difference import quality_facts
 from pelton.engine.profile import PhaseProfile
 from pelton.engine.resources import human_bytes
 from pelton.engine.summary import lifetimes, settings, summarise
@@ -42,7 +43,7 @@ def _context(engine: Engine, phases: list[PhaseProfile] | None) -> dict[str, Any
         "report": report,
         "passes": report.get("passes") or [],
         "tactics": report.get("tactics") or [],
-        "quality": report.get("quality"),
+        "quality": quality_facts(report),
         "notes": report.get("notes") or [],
         "memory": memory,
         "memory_bars": shares([(name, size, human_bytes(size)) for name, size in memory]),
