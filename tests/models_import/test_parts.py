@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from pelton import nn
-from pelton.ir.recipe import AddScalar, Concat, Rows, Source
+from pelton.builder.trace import trace
+from pelton.ir.graph import op_name
+from pelton.ir.recipe import AddScalar, Rows, Source
 from pelton.models.registry import create_model
 from pelton.models.transformers_import.attention import NotImportable, window_of
 from pelton.models.transformers_import.model import ImportedCausalLM
-from pelton.passes import PassContext, fuse_linears
+from pelton.passes import PASSES, PassContext, run_graph_passes
+from tests.ir.graph_forward import graph_forward
 from tests.models.oracle import hf_logits, read_from, relative_error, texts
 from tests.models.paged import PagedRunner, run_packed
 from tests.models_import.families import config_dict, make_model
@@ -127,29 +130,21 @@ def test_recipes_take_in_what_is_computed_from_weights() -> None:
     assert nn.collect_recipes(opt)[f"{table}.rows_2_130"] == Rows(Source(table), 2, 130)
 
 
-@pytest.mark.parametrize("family", ["llama", "starcoder2", "cohere"])
-def test_layers_over_one_input_are_stacked(family: str) -> None:
+@pytest.mark.parametrize(("family", "groups"), [("llama", 2), ("starcoder2", 1), ("cohere", 2)])
+def test_layers_over_one_input_are_stacked(family: str, groups: int) -> None:
+    """As in models with a file: q, k and v, and gate and up where there are two."""
     model, ours = imported(family)
-    ours = create_model(config_dict(model), max_seq_len=64, impl="transformers")  # type: ignore[assignment]
-    before = ops_of(ours).count("linear")
-    report = fuse_linears.run(ours, PassContext(quant_of=lambda _: "float32"))
-    assert report.changed == ours.num_layers * (1 if family == "starcoder2" else 2)
-    assert ops_of(ours).count("linear") < before
-    assert any(isinstance(recipe, Concat) for recipe in nn.collect_recipes(ours).values())
-    nn.load_weights(ours, read_from(model.state_dict()))
-    check(model, ours)
+    graph = trace(ours, max_seq_len=64, block_size=4)
+    reports = {r.name: r for r in run_graph_passes(PASSES, graph, PassContext(quant_of=lambda _: "float32"))}
+    assert reports["fuse_products"].changed == groups * ours.num_layers
+    products = [n for n in graph.calls if op_name(n) in ("linear", "linear_gated")]
+    assert len(products) == 4 * ours.num_layers + 1
+    forward = graph_forward(graph, ours, read_from(model.state_dict()))
+    check(model, ours, PagedRunner(ours, forward=forward))
 
 
-def test_layers_of_different_value_types_are_not_stacked() -> None:
-    _, ours = imported("llama")
-    names = iter(range(1000))
-    report = fuse_linears.run(ours, PassContext(quant_of=lambda _: f"type {next(names)}"))
-    assert report.changed == 0
-    assert all("value types differ" in why for _, why in report.skipped)
-
-
-def check(model: Any, ours: ImportedCausalLM) -> None:
+def check(model: Any, ours: ImportedCausalLM, runner: PagedRunner | None = None) -> None:
     """Packed, paged logits against the module itself."""
     inputs = texts()
-    for got, tokens in zip(run_packed(PagedRunner(ours), inputs), inputs, strict=True):
+    for got, tokens in zip(run_packed(runner or PagedRunner(ours), inputs), inputs, strict=True):
         assert relative_error(got, hf_logits(model, tokens)) < 1e-4

@@ -258,6 +258,23 @@ def test_rows_that_other_readers_need_are_taken_late(llama_graph: Graph) -> None
     assert report.skipped == (("take_rows", "add_5 is read elsewhere or is not row-wise"),)
 
 
+def test_rows_are_taken_before_elementwise_ops_too() -> None:
+    """However a gated MLP is spelled: a square, a number, a vector, each is of one row alone."""
+
+    def body(self: Any, ids: Any, positions: Any) -> Any:
+        x_TD = nn.functional.softcap(self.embed(ids), 3.0)
+        gate = (self.a(x_TD).square() + 0.5) * self.b.bias
+        return x_TD + gate * self.b(x_TD)
+
+    net = Net(body, a=nn.Linear(32, 32), b=nn.Linear(32, 32, bias=True))
+    graph = traced(net)
+    assert {"unary", "binary", "binary_scalar"} <= set(ops(graph))
+    assert early_take_rows.run(graph, FLOAT32).changed == 1
+    rows = {op_name(n): graph.type_of(n).shape[0] for n in graph.calls}
+    assert {op for op, first in rows.items() if first == "T"} == {"embedding"}
+    check_same(net, graph)
+
+
 def test_dead_code_keeps_effects_and_drops_the_weights_of_what_it_drops(llama_graph: Graph) -> None:
     """The last layer's attention is disconnected; its KV write must survive."""
     last = [n for n in llama_graph.calls if op_name(n) == "aten.add.Tensor"][-2]

@@ -87,7 +87,6 @@ def test_gate_and_up_are_stacked_by_themselves_and_then_gated() -> None:
     ("net", "context", "why"),
     [
         (three(), replace(FLOAT32, modes={"fuse_qkv": "off"}), "fuse_qkv is switched off"),
-        (three(), replace(FLOAT32, modes={"fuse_linears": "off"}), "fuse_linears is switched off"),
         (three(), replace(FLOAT32, modes={"unfuse_qkv_gemm": "force"}), "unfuse_qkv_gemm is forced"),
         (
             three(),
@@ -95,7 +94,7 @@ def test_gate_and_up_are_stacked_by_themselves_and_then_gated() -> None:
             "the target has no kernel for the product of all",
         ),
     ],
-    ids=["off", "linears off", "unfused", "no kernel"],
+    ids=["off", "unfused", "no kernel"],
 )
 def test_where_they_cannot_be_one_they_stay(net: Net, context: PassContext, why: str) -> None:
     graph = traced(net)

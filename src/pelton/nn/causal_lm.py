@@ -74,15 +74,6 @@ class CausalLM(Module):
         groups = list(dict.fromkeys(self.layer_kv()))
         return tuple(groups.index(kv) for kv in self.layer_kv())
 
-    def linear_groups(self) -> Sequence[tuple[str, ...]]:
-        """Weights of linear layers that read one tensor and could be one layer, of a model that is a
-        graph of calls (an imported one); ``stack_linears`` makes them so."""
-        return ()
-
-    def stack_linears(self, weights: Sequence[str]) -> None:
-        """Make one layer of a member of ``linear_groups``."""
-        raise NotImplementedError
-
     unused_tensors: tuple[str, ...] = ()
     """Shell patterns of checkpoint tensors that belong to parts this model leaves out (a vision
     tower); any other tensor that no parameter asks for is an error."""

@@ -11,7 +11,6 @@ from pelton.passes import (
     fold_norm_weight,
     fold_scaling,
     fuse_gate_mlp,
-    fuse_linears,
     fuse_products,
     fuse_qkv,
     gemm_bias,
@@ -33,7 +32,6 @@ PASSES: tuple[Pass, ...] = (
     unfuse_qkv_gemm.PASS,
     fuse_qkv.PASS,
     fuse_gate_mlp.PASS,
-    fuse_linears.PASS,
     # From here on over the traced graph.
     constant_folding.PASS,
     simplify_views.PASS,

@@ -18,8 +18,11 @@ from pelton.passes.base import Pass, PassContext, PassReport
 
 NAME = "early_take_rows"
 ROW_WISE = frozenset(
-    {"linear", "rms_norm", "layer_norm", "add_rms_norm", "activation", "gated_activation", "softcap"}
-)
+    {
+        "linear", "rms_norm", "layer_norm", "add_rms_norm", "activation", "gated_activation", "softcap",
+        "scale", "unary", "binary", "binary_scalar",
+    }
+)  # fmt: skip
 """Ops whose result's row t depends on row t of their inputs (and on weights) alone."""
 
 

@@ -65,9 +65,8 @@ def _groups(graph: Graph, context: PassContext) -> list[tuple[str, list[fx.Node]
 
 
 def _switched_off(context: PassContext, kind: str) -> str | None:
-    for name in (kind, "fuse_linears"):
-        if context.modes.get(name) == "off":
-            return f"{name} is switched off"
+    if context.modes.get(kind) == "off":
+        return f"{kind} is switched off"
     if kind == "fuse_qkv" and context.forced("unfuse_qkv_gemm"):
         return "unfuse_qkv_gemm is forced"
     return None
@@ -147,5 +146,5 @@ PASS = Pass(
     run=run,
     rewrite="linear(x, a), linear(x, b) -> split(linear(x, [a; b]))",
     bound="float32 rounding",
-    needs=("fuse_linears", "cse", "gemm_bias", "attention_bias", "early_take_rows"),
+    needs=("cse", "gemm_bias", "attention_bias", "early_take_rows"),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import fx
 
 from pelton import nn
-from pelton.ir.recipe import Concat, Recipe
+from pelton.ir.recipe import Recipe
 from pelton.models.transformers_import.packed import PackedGraph
 
 aten: Any = torch.ops.aten
@@ -98,71 +97,11 @@ class ImportedCausalLM(nn.CausalLM):
                 del values[last]
         return result
 
-    def linear_groups(self) -> list[tuple[str, ...]]:
-        by_input: dict[Any, list[fx.Node]] = {}
-        for node in self.graph.nodes:
-            if node.target is LINEAR and all(len(p.users) == 1 for p in node.all_input_nodes[1:]):
-                parent = node.meta["where"].rpartition(".")[0]
-                by_input.setdefault((node.args[0], parent, node.args[2] is None), []).append(node)
-        groups = [sorted(group, key=_is_gated) for group in by_input.values() if len(group) > 1]
-        return [tuple(str(node.args[1].target) for node in group) for group in groups]  # type: ignore[union-attr]
-
-    def stack_linears(self, weights: Sequence[str]) -> None:
-        """The first stands for all of them; the others read parts of its result."""
-        order = {str(n.args[1].target): n for n in self.graph.nodes if n.target is LINEAR}  # type: ignore[union-attr]
-        linears = [order[name] for name in weights]
-        parent = linears[0].meta["where"].rpartition(".")[0]
-        where = f"{parent}.{'_'.join(n.meta['where'].rpartition('.')[2] for n in linears)}".lstrip(".")
-        first = next(n for n in self.graph.nodes if n in linears)
-        arguments: list[Any] = [first.args[0]]
-        for index, kind in ((1, "weight"), (2, "bias")):
-            parts = [n.args[index] for n in linears]
-            arguments.append(None if parts[0] is None else self._stacked(parts, f"{where}.{kind}"))
-        sizes = [n.meta["val"].shape[1] for n in linears]
-        rows = first.meta["val"].shape[0]
-        with self.graph.inserting_before(first):
-            product = self.graph.call_function(LINEAR, tuple(arguments))
-            product.meta = {"val": torch.empty((rows, sum(sizes)), device="meta"), "where": where}
-            split = self.graph.call_function(aten.split_with_sizes.default, (product, sizes, 1))
-            split.meta = {"val": product.meta["val"].split(sizes, 1), "where": where}
-            for i, linear in enumerate(linears):
-                part = self.graph.call_function(operator.getitem, (split, i))
-                part.meta = {"val": split.meta["val"][i], "where": where}
-                linear.replace_all_uses_with(part)
-        for linear in linears:
-            own = linear.all_input_nodes[1:]
-            self.graph.erase_node(linear)
-            for node in own:
-                self._forget(node)
-        self._index()
-
-    def _stacked(self, parts: Sequence[fx.Node], name: str) -> fx.Node:
-        val = parts[0].meta["val"]
-        shape = (sum(p.meta["val"].shape[0] for p in parts), *val.shape[1:])
-        recipes = tuple(self._recipe(str(p.target)) for p in parts)
-        self._register(name, torch.empty(shape, device="meta"), Concat(recipes))
-        with self.graph.inserting_before(parts[0]):
-            node = self.graph.create_node("get_attr", name)
-        node.meta = {"val": torch.empty(shape, device="meta"), "where": ""}
-        return node
-
-    def _recipe(self, name: str) -> Recipe:
-        owner, _, own = name.rpartition(".")
-        return self._module(owner).given_recipes[own]
-
     def _register(self, name: str, value: Any, recipe: Recipe) -> None:
         owner, _, own = name.rpartition(".")
         module = self._module(owner)
         module.register_parameter(own, torch.nn.Parameter(value, requires_grad=False))
         module.given_recipes = {**module.given_recipes, own: recipe}
-
-    def _forget(self, node: fx.Node) -> None:
-        """Drop a weight that nobody reads any more."""
-        owner, _, own = str(node.target).rpartition(".")
-        module = self._module(owner)
-        del module._parameters[own]
-        module.given_recipes = {k: v for k, v in module.given_recipes.items() if k != own}
-        self.graph.erase_node(node)
 
     def _attribute(self, name: str) -> Any:
         owner, _, own = name.rpartition(".")
@@ -206,10 +145,3 @@ def _scopes(node: fx.Node) -> tuple[str, ...]:
     owners = {str(n.target).rpartition(".")[0] for n in node.all_input_nodes if n.op == "get_attr"}
     where = node.meta["where"]
     return tuple(scope for scope in (*sorted(owners - {where, ""}), where) if scope)
-
-
-def _is_gated(linear: fx.Node) -> int:
-    """Order of stacked layers: of a gated MLP the gate goes first."""
-    users = list(linear.users)
-    gated = len(users) == 1 and users[0].target is torch.ops.pelton.gated_activation.default
-    return int(gated and users[0].args[0] is not linear)
