@@ -17,9 +17,9 @@ import msgspec
 import pelton.errors
 from pelton.engine.artifact import Engine
 from pelton.errors import NotReadyError, PeltonError
-from pelton.runtime.executor import ExecutorStats
 from pelton.runtime.executor_loop import WeightsUpdated
 from pelton.runtime.request import Request, RequestUpdate
+from pelton.runtime.stats import ExecutorStats
 
 #: Seconds without a sign of progress, while there is work, after which an executor counts as stuck.
 STUCK_AFTER = 60.0

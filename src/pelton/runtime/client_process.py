@@ -25,11 +25,11 @@ import pelton.errors
 from pelton.engine.artifact import Engine
 from pelton.errors import NotReadyError, PeltonError
 from pelton.runtime.client import STUCK_AFTER, Health, Mailbox, weight_epoch
-from pelton.runtime.executor import ExecutorStats
 from pelton.runtime.executor_loop import Abort, Add, Command, Stop, UpdateWeights, WeightsUpdated
 from pelton.runtime.executor_process import Event, Failed, Ready, Step
 from pelton.runtime.executor_spec import ExecutorSpec
 from pelton.runtime.request import Request, RequestUpdate
+from pelton.runtime.stats import ExecutorStats
 
 #: Seconds the process gets to leave by itself before it is killed.
 STOP_AFTER = 5.0

@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pelton.engine.artifact import Engine
 from pelton.errors import NotReadyError
 from pelton.runtime.client import STUCK_AFTER, Health, Mailbox, weight_epoch
-from pelton.runtime.executor import Executor, ExecutorStats
+from pelton.runtime.executor import Executor
 from pelton.runtime.executor_loop import Abort, Add, Command, Stop, UpdateWeights, WeightsUpdated, run_loop
 from pelton.runtime.executor_spec import close_executor
 from pelton.runtime.request import Request, RequestUpdate
+from pelton.runtime.stats import ExecutorStats
 
 
 class ThreadClient:

@@ -17,10 +17,11 @@ from collections.abc import Iterable
 import msgspec
 
 from pelton.errors import PeltonError
-from pelton.runtime.executor import Executor, ExecutorStats
+from pelton.runtime.executor import Executor
 from pelton.runtime.executor_loop import Command, WeightsUpdated, run_loop
 from pelton.runtime.executor_spec import ExecutorSpec, close_executor
 from pelton.runtime.request import RequestUpdate
+from pelton.runtime.stats import ExecutorStats
 
 #: Seconds between signs of life while idle, and between counters while busy.
 HEARTBEAT = 0.5

@@ -16,8 +16,8 @@ from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig, EngineConfig
 from pelton.errors import QueueFullError, RequestError
 from pelton.runtime.client import ExecutorClient, Health
-from pelton.runtime.executor import ExecutorStats
 from pelton.runtime.request import RequestOutput, RequestUpdate, SamplingParams
+from pelton.runtime.stats import ExecutorStats
 from pelton.runtime.tokenizer import Tokenizer
 from pelton.serving.engine_cache import resolve_model
 from pelton.serving.front_end import ChatMessage, Chunk, FrontEnd, Generation, Prompt, new_id

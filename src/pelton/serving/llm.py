@@ -19,9 +19,9 @@ import msgspec
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
 from pelton.errors import NotReadyError, PeltonError, RequestError
-from pelton.runtime.executor import ExecutorStats
 from pelton.runtime.executor_spec import close_executor
 from pelton.runtime.request import RequestOutput, RequestUpdate, SamplingParams
+from pelton.runtime.stats import ExecutorStats
 from pelton.runtime.tokenizer import Tokenizer
 from pelton.serving.engine_cache import resolve_model
 from pelton.serving.front_end import ChatMessage, Chunk, FrontEnd, Generation, Prompt

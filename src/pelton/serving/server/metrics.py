@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from pelton.engine.memory_monitor import MemoryUse
-from pelton.runtime.executor import ExecutorStats
+from pelton.runtime.stats import ExecutorStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
