@@ -12,7 +12,10 @@ import msgspec
 import pytest
 
 from pelton.engine.artifact import open_engine
+from pelton.engine.memory_monitor import DeclaredMemory
 from pelton.engine.plan import producers
+from pelton.engine.resources import human_bytes
+from pelton.engine.session import Session
 from pelton.engine.summary import live_bytes, summarise
 from pelton.kernels import native
 from tests.cli.conftest import Run
@@ -216,3 +219,30 @@ def test_the_json_can_be_read_back(pelton: Run, text_engine: Path) -> None:
         sum(len(b["instructions"]) * max(1, b["layers"]) for b in record["blocks"]) == record["instructions"]
     )
     assert record["tactics"][0].keys() >= {"op", "tactic", "max_tokens", "instructions"}
+
+
+def test_the_declared_memory_is_that_of_a_session_at_the_limits(pelton: Run, text_engine: Path) -> None:
+    with Session(text_engine) as session:
+        assert session.memory is not None
+        want = session.memory
+    record = json.loads(pelton("inspect", text_engine, "--json").out)
+    declared = record["declared_memory"]
+    assert declared.pop("declared") == want.declared
+    assert declared == {name: getattr(want, name) for name in DeclaredMemory.__struct_fields__}
+    assert "measured_memory" not in record
+    text = pelton("inspect", text_engine).out
+    assert re.search(rf"declared +{human_bytes(want.declared)} at the limits, besides", text)
+    assert "short run" not in text
+
+
+@pytest.mark.skipif(not native.available(), reason="the native library is not built")
+def test_measured_memory_stands_beside_what_that_session_declared(pelton: Run, text_engine: Path) -> None:
+    record = json.loads(pelton("inspect", text_engine, "--measure", "--json").out)
+    declared, measured = record["declared_memory"], record["measured_memory"]
+    assert 0 < measured["kv"] < declared["kv"], "a short run needs fewer blocks"
+    same = declared.keys() - {"kv", "declared"}
+    assert {name: measured[name] for name in same} == {name: declared[name] for name in same}
+    assert declared["declared"] - measured["declared"] == declared["kv"] - measured["kv"]
+    assert 0 <= measured["growth"] <= measured["declared"]
+    text = pelton("inspect", text_engine, "--measure").out
+    assert re.search(rf"short run +{human_bytes(measured['declared'])} declared, .* taken", text)
