@@ -13,9 +13,6 @@ from pelton import nn
 from pelton.ir.recipe import Recipe
 from pelton.models.transformers_import.packed import PackedGraph
 
-aten: Any = torch.ops.aten
-LINEAR: Any = torch.ops.pelton.linear.default
-
 
 class ImportedCausalLM(nn.CausalLM):
     """Made by ``import_model``. ``graph``: placeholders as ``forward`` gives them, ``get_attr`` nodes by
