@@ -13,6 +13,7 @@ from pelton.builder.probe import Piece, make_batch
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
 from pelton.engine.session import Session
+from pelton.errors import ConfigError
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 
 SMALL = BuildConfig(block_size=8, max_batch_size=4, max_num_tokens=40)
@@ -35,7 +36,7 @@ def test_names_are_kept_as_asked_and_change_no_result(tiny_engine: Path, tmp_pat
             name = plan.operands[plan.instructions[0].outputs[0]].name
             if profiling == "none":
                 with pytest.raises(
-                    ValueError, match="built with profiling none, so its tensors have no names"
+                    ConfigError, match="built with profiling none, so its tensors have no names"
                 ):
                     session.run(batch, outputs=[name])
             else:

@@ -18,7 +18,7 @@ import pytest
 from pelton.builder.build import build
 from pelton.builder.refit import refit
 from pelton.builder.strip import strip
-from pelton.engine.artifact import Engine, open_engine
+from pelton.engine.artifact import Engine, file_sha256, open_engine
 from pelton.engine.config import BuildConfig
 from pelton.engine.session import Session
 from pelton.errors import CheckpointError, ConfigError, EngineError
@@ -202,7 +202,8 @@ def test_values_a_pass_relied_on_are_looked_at_again(engine: Path) -> None:
     sources["conditions"] = [{"a": a, "b": b, "tolerance": 1e-6, "why": "share_norms"}]
     path.write_text(json.dumps(sources))
     manifest = json.loads((engine / "manifest.json").read_text())
-    next(f for f in manifest["files"] if f["path"] == "weights.json")["nbytes"] = path.stat().st_size
+    entry = next(f for f in manifest["files"] if f["path"] == "weights.json")
+    entry["nbytes"], entry["sha256"] = path.stat().st_size, file_sha256(path)
     (engine / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"a pass \(share_norms\) that needs equal values, but .* dif"):
         refit(engine, RandomCheckpoint(TINY_LLAMA))

@@ -67,6 +67,13 @@ def test_a_file_that_is_no_cache_is_refused(tmp_path: Path, content: bytes) -> N
         open_timing_cache(tmp_path / "c.json", HERE)
 
 
+@pytest.mark.parametrize("time", ["-1.0", "0", "1e999", "NaN", '"1"'])
+def test_times_that_nothing_can_take_are_refused(tmp_path: Path, time: str) -> None:
+    (tmp_path / "c.json").write_bytes(encode(A).replace(b"1.5", time.encode()))
+    with pytest.raises(ConfigError, match=r"c\.json is no timing cache"):
+        open_timing_cache(tmp_path / "c.json", HERE)
+
+
 def test_merging_keeps_the_first_ones_times_whole() -> None:
     merged = merge(A, B)
     assert merged.entries == {**A.entries, "linear z": {"fast": 3.0}}

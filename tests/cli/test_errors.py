@@ -48,6 +48,18 @@ BAD: list[tuple[str, Args, int, str]] = [
     ("max-tokens", lambda e, t: ["run", e, "x", "--max-tokens", 9999], 2, "max_tokens is 9999"),
     ("bias form", lambda e, t: ["run", e, "x", "--logit-bias", "7"], 2, "is not TOKEN_ID:BIAS"),
     ("pass form", lambda e, t: ["build", "x", "--pass", "fuse_qkv"], 2, "is not NAME=VALUE"),
+    (
+        "pass twice",
+        lambda e, t: ["build", "x", "--pass", "cse=off", "--pass", "cse=force"],
+        2,
+        "--pass sets cse to off and to force; give it once",
+    ),
+    (
+        "bias twice",
+        lambda e, t: ["run", e, "x", "--logit-bias", "7:1", "--logit-bias", "7:2"],
+        2,
+        "--logit-bias sets 7 to 1.0 and to 2.0; give it once",
+    ),
     ("bias id", lambda e, t: ["run", e, "x", "--logit-bias", "70000:1"], 2, "logit_bias contains 70000"),
     ("stop id", lambda e, t: ["run", e, "x", "--stop-token-ids", -1], 2, "stop_token_ids contains -1"),
     ("empty stop", lambda e, t: ["run", e, "x", "--stop", ""], 2, "stop contains"),

@@ -85,6 +85,10 @@ def twice(plan: Any) -> None:
     plan["instructions"].append(plan["instructions"][0])
 
 
+def endless_window(plan: Any) -> None:
+    next(i for i in plan["instructions"] if i["op"] == "paged_attention")["attrs"]["window"] = 1 << 62
+
+
 def endless_tactic(plan: Any) -> None:
     next(i for i in plan["instructions"] if i["tactics"])["tactics"][-1]["max_tokens"] = 1 << 70
 
@@ -203,6 +207,7 @@ def tiny_shard(engine: Path) -> None:
         (in_plan(lambda p: first(p, "k_cache").update(layer=7)), "belongs to no KV group"),
         (in_plan(lambda p: first(p, "arena").update(dtype="float8")), "unknown type float8"),
         (in_plan(twice), "two instructions have one name"),
+        (in_plan(endless_window), "has an attribute that is negative or too large"),
         (in_plan(endless_tactic), "the tactics of instruction .* do not cover|Expected `int`"),
         (broken_shard, "is damaged: its header cannot be read; rebuild the engine"),
         (endless_header, "is damaged: its header is longer than the file"),

@@ -12,6 +12,7 @@ import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -21,7 +22,7 @@ from pelton.kernels import native
 from pelton.version import __version__
 
 #: Microseconds of one call by tactic; None: the tactic computed wrongly and must not be used.
-Entry = dict[str, float | None]
+Entry = dict[str, Annotated[float, msgspec.Meta(gt=0)] | None]
 
 
 class TimedOn(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,8 +46,8 @@ def _check_operands(instruction: Instruction, rule: Rule, plan: Plan, config: En
             f"instruction {name} ({instruction.op}) has attributes {', '.join(instruction.attrs) or 'none'} "
             f"instead of {', '.join(rule.attrs) or 'none'}"
         )
-    if any(isinstance(a, int) and a < 0 for a in instruction.attrs.values()):
-        raise ValueError(f"instruction {name} has a negative attribute")
+    if any(isinstance(a, int) and not 0 <= a < 1 << 31 for a in instruction.attrs.values()):
+        raise ValueError(f"instruction {name} has an attribute that is negative or too large")
     bound: Bound = {}
     groups = set()
     for term, operand in (*zip(rule.inputs, inputs, strict=True), *zip(rule.outputs, outputs, strict=True)):

@@ -131,13 +131,14 @@ class Session:
         ``outputs`` names intermediate tensors to return besides the logits: what the plan's instructions
         make, and the views of it that others read (``pelton debug ENGINE --list``).
         Raises ``ValueError`` when ``batch`` breaks the contract or a name is unknown; the KV cache
-        is then untouched. The result's arrays are valid until the next run.
+        is then untouched. The result's arrays are valid until the next run. Raises ``ConfigError`` for
+        ``outputs`` of an engine whose tensors have no names (``profiling`` none).
         """
         if self._runner is None:
             raise PeltonError("the session is closed; open a new one")
         self._checker.check(batch)
         if outputs and self.config.build.profiling == "none":
-            raise ValueError(
+            raise ConfigError(
                 f"{self.engine.path} was built with profiling none, so its tensors have no names; "
                 "build it with profiling names for extra outputs"
             )

@@ -186,8 +186,18 @@ def _collect(struct: type[msgspec.Struct], names: list[str], kwargs: dict[str, A
         value = kwargs.pop(name)
         if value is None or value == ():
             continue
-        given[name] = dict(value) if typing.get_origin(_given(hints[name])) is dict else value
+        given[name] = _once(name, value) if typing.get_origin(_given(hints[name])) is dict else value
     return given
+
+
+def _once(name: str, settings: tuple[tuple[Any, Any], ...]) -> dict[Any, Any]:
+    """The settings by name; one that is given twice must agree with itself."""
+    found: dict[Any, Any] = {}
+    for key, value in settings:
+        if found.setdefault(key, value) != value:
+            flag = SINGULAR.get(name, name.replace("_", "-"))
+            raise click.UsageError(f"--{flag} sets {key} to {found[key]} and to {value}; give it once")
+    return found
 
 
 def _given(kind: Any) -> Any:
