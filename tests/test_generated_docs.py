@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
+
+from pelton.passes import PASSES
 
 TOOL = Path(__file__).parent.parent / "tools" / "generate_docs.py"
 
@@ -34,3 +37,10 @@ def test_a_part_is_replaced_between_its_marks_only() -> None:
     tool.PARTS = {"x": lambda: "new"}
     page = "before\n<!-- generated: x -->\nold\nold\n<!-- end of x -->\nafter\n"
     assert tool.regenerate(page) == "before\n<!-- generated: x -->\nnew\n<!-- end of x -->\nafter\n"
+
+
+def test_numbers_in_the_readme_are_those_of_the_code() -> None:
+    readme = (TOOL.parent.parent / "README.md").read_text()
+    families = (TOOL.parent.parent / "docs" / "importing-models.md").read_text().count("\n| `")
+    found = [re.search(what, readme) for what in (r"(\d+) \[passes\]", r"\[(\d+) families tested\]")]
+    assert [int(match[1]) for match in found if match] == [len(PASSES), families]

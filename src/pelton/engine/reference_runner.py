@@ -179,10 +179,3 @@ def _argument_order(torch_op: Any) -> list[tuple[str, bool, Any]]:
         (arg.name, "Tensor" in str(arg.type), arg.default_value if arg.has_default_value() else None)
         for arg in torch_op._schema.arguments
     ]
-
-
-def _to_numpy(tensor: Any) -> npt.NDArray[np.generic]:
-    """A copy; numpy has no bfloat16, which becomes float32."""
-    wide = tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor
-    copy: npt.NDArray[np.generic] = wide.numpy().copy()
-    return copy

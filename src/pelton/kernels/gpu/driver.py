@@ -20,7 +20,6 @@ _SM_COUNT, _MAJOR, _MINOR, _MAX_SHARED = 16, 75, 76, 97
 #: CUfunction_attribute
 _FUNC_MAX_DYNAMIC_SHARED = 8
 #: CUlaunchAttributeID: programmatic stream serialization (dependent launch)
-_ATTR_PDL = 6
 #: Shared memory that needs no opt-in, bytes.
 _SHARED_DEFAULT = 48 * 1024
 _STREAM_NON_BLOCKING = 1
@@ -286,11 +285,3 @@ class capture:
         call("cuStreamEndCapture", self._stream.handle, C.byref(handle))
         if error is None:
             self.graph = Graph(handle)
-
-
-def dependent_launch() -> LaunchAttribute:
-    """The attribute that lets a kernel start while the one before it ends (it must wait by itself)."""
-    attribute = LaunchAttribute()
-    attribute.id = _ATTR_PDL
-    attribute.value[0] = 1
-    return attribute
