@@ -74,6 +74,12 @@ def test_times_that_nothing_can_take_are_refused(tmp_path: Path, time: str) -> N
         open_timing_cache(tmp_path / "c.json", HERE)
 
 
+def test_a_cache_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    assert open_timing_cache(tmp_path / "new.json", HERE) == TimingCache(timed_on=HERE)
+    with pytest.raises(ConfigError, match=r"there is no folder .*none for the timing cache c\.json"):
+        open_timing_cache(tmp_path / "none" / "c.json", HERE)
+
+
 def test_merging_keeps_the_first_ones_times_whole() -> None:
     merged = merge(A, B)
     assert merged.entries == {**A.entries, "linear z": {"fast": 3.0}}

@@ -100,6 +100,8 @@ def open_timing_cache(path: Path, here: TimedOn, *, besides: Sequence[str] = ())
     Raises ``ConfigError`` saying how the file's origin differs, when it does.
     """
     if not path.exists():
+        if not path.parent.is_dir():  # said before minutes of measuring, not after
+            raise ConfigError(f"there is no folder {path.parent} for the timing cache {path.name}")
         return TimingCache(timed_on=here)
     cache = read_timing_cache(path)
     if why := difference(cache.timed_on, here, besides):
