@@ -316,3 +316,16 @@ def test_running_sessions_keep_the_weights_they_opened(engine: Path, other: Path
         refit(engine, RandomCheckpoint(TINY_LLAMA, seed=1, name="other"))
         assert weight(session.engine, name) == before
     assert weight(open_engine(engine), name) == weight(open_engine(other), name)
+
+
+def test_nothing_is_written_inside_an_engine(engine: Path) -> None:
+    before = sorted(engine.rglob("*"))
+    inner = engine / "weights" / "inner.engine"
+    for write in (
+        lambda: strip(engine, output=inner),
+        lambda: refit(engine, RandomCheckpoint(TINY_LLAMA), output=inner),
+        lambda: build(RandomCheckpoint(TINY_LLAMA), CONFIG, output=inner),
+    ):
+        with pytest.raises(ConfigError, match="lies inside the engine"):
+            write()
+    assert sorted(engine.rglob("*")) == before

@@ -27,6 +27,9 @@ def check_output(output: Path) -> bool:
     parent = output.absolute().parent
     if not parent.is_dir():
         raise ConfigError(f"cannot write {output}: there is no directory {parent}; make it first")
+    inside = next((p for p in output.absolute().parents if is_engine(p)), None)
+    if inside is not None:
+        raise ConfigError(f"cannot write {output}: it lies inside the engine {inside}; choose another output")
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"cannot write {output}: {parent} is not writable; choose another output")
     if not output.exists() and not output.is_symlink():
