@@ -190,7 +190,7 @@ def tiny_shard(engine: Path) -> None:
         (short_shard, "is damaged: weights/.* has .* bytes instead of"),
         (broken_config, "is damaged: config.json: "),
         (config_without_vocabulary, "config.json: Object missing required field `vocab_size`"),
-        (unresolved_config, "config.json: build.block_size has no value"),
+        (unresolved_config, r"no value of build\.block_size in config\.json: another Pelton .* rebuild it"),
         (broken_plan, "is damaged: plan.json: "),
         (in_plan(lambda p: p.pop("logits")), "plan.json: Object missing required field `logits`"),
         (in_plan(lambda p: p["dims"].pop("N")), "dimension N has no positive size"),

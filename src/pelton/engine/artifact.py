@@ -160,7 +160,10 @@ def open_engine(path: str | Path, *, verify: bool = False) -> Engine:
     config = _decode(root / "config.json", EngineConfig)
     unset = [name for name in config.build.__struct_fields__ if getattr(config.build, name) is None]
     if unset:
-        raise _damaged(root / "config.json", f"build.{unset[0]} has no value")
+        raise EngineError(
+            f"{root} has no value of build.{unset[0]} in config.json: another Pelton "
+            f"({manifest.pelton_version}) built it, or it was edited; rebuild it with this one"
+        )
     if config.build.target != manifest.target:
         why = f"it is for {config.build.target}, the manifest for {manifest.target}"
         raise _damaged(root / "config.json", why)
