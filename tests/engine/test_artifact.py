@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import struct
@@ -10,9 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from pelton.engine.artifact import Engine, file_sha256, open_engine
+from pelton.engine.artifact import FORMAT_VERSION, Engine, Manifest, file_sha256, open_engine
+from pelton.engine.config import EngineConfig
+from pelton.engine.plan import Plan
 from pelton.engine.session import Session
 from pelton.errors import EngineError
 
@@ -277,3 +281,21 @@ def test_an_engine_moves(engine: Path, tmp_path: Path) -> None:
     moved = engine.rename(tmp_path / "elsewhere")
     with Session(moved, kv_blocks=8, runner="reference") as session:
         assert session.config.model.name == "tiny"
+
+
+#: SHA-256 of what ``config.json`` and ``plan.json`` may hold, by format version.
+SCHEMAS = {2: "d2abe38b10c9a0dd77a4cafc4a5ed2f840f6788fa495ce85b855e4209a4f80aa"}
+
+
+def test_another_content_of_the_files_is_another_format() -> None:
+    # An engine with other fields than this Pelton's cannot be read: its users must be told so by the version.
+    _, components = msgspec.json.schema_components((EngineConfig, Plan, Manifest))
+    names = {
+        name: sorted(schema.get("properties", ()))
+        for name, schema in components.items()
+        if "properties" in schema
+    }
+    digest = hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()
+    assert SCHEMAS.get(FORMAT_VERSION) == digest, (
+        f"fields were added to or taken from engine files: raise FORMAT_VERSION and put {digest} beside it"
+    )
