@@ -6,11 +6,15 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 import pelton
+
+# A shell's background job ignores Ctrl-C, and so would every process that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
