@@ -271,6 +271,11 @@ def test_recipes_survive_as_data(recipe: Any) -> None:
     [
         (3, "is no recipe"),
         ({"type": "Exec", "name": "x"}, "there is no recipe 'Exec'"),
+        ({"type": "Concat", "parts": []}, "recipe Concat has .* as parts"),
+        ({"type": "Concat", "parts": [{"type": "Source", "name": "x"}, 3]}, "recipe Concat has .* as parts"),
+        ({"type": "Source", "name": 3}, "recipe Source has 3 as name"),
+        ({"type": "Transpose", "base": "x"}, "recipe Transpose has 'x' as base"),
+        ({"type": "Rows", "base": {"type": "Source", "name": "x"}, "start": 0.5, "stop": 2}, "0.5 as start"),
         ({"type": "Source"}, "recipe Source has fields type"),
     ],
 )

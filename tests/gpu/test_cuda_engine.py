@@ -77,7 +77,6 @@ def test_decoding_by_graphs_equals_decoding_step_by_step(engine: tuple[Path, str
 def test_named_tensors_come_back(engine: tuple[Path, str]) -> None:
     path, dtype = engine
     with Session(path, kv_blocks=100) as gpu, Session(path, kv_blocks=100, runner="reference") as reference:
-        batch_of = Stepper(gpu)
         name = next(o.name for o in gpu.engine.plan.operands if o.name.endswith("paged_attention"))
         seen = {}
         for session in (gpu, reference):
@@ -87,7 +86,6 @@ def test_named_tensors_come_back(engine: tuple[Path, str]) -> None:
             stepper.step({0: [1, 2, 3]})
         x, y = (_float(result.outputs[name]) for result in seen.values())
         assert relative_error(x, y) < BOUND[dtype]
-        del batch_of
 
 
 def _float(values: np.ndarray) -> np.ndarray:

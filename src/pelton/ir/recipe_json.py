@@ -6,6 +6,7 @@ Works for every dataclass derived from ``Recipe``: fields are recipes, tuples, n
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,11 @@ def from_data(data: Any) -> Recipe:
     names = {f.name for f in dataclasses.fields(kind)}
     if names != data.keys() - {"type"}:
         raise ValueError(f"recipe {data['type']} has fields {', '.join(sorted(map(str, data)))}")
-    return kind(**{name: _value(data[name]) for name in names})
+    values = {name: _value(data[name]) for name in names}
+    for name, hint in typing.get_type_hints(kind).items():
+        if name in names and not _fits(values[name], hint):
+            raise ValueError(f"recipe {data['type']} has {data[name]!r:.60} as {name}")
+    return kind(**values)
 
 
 def _data(value: Any) -> Any:
@@ -47,6 +52,22 @@ def _value(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return tuple(_value(item) for item in data)
     return data
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a field annotated as ``hint`` may have ``value``."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        if arguments[-1:] == (...,):
+            arguments = arguments[:1] * len(value) if isinstance(value, tuple) else ()
+        if not value or not isinstance(value, tuple) or len(value) != len(arguments):
+            return False
+        return all(_fits(item, part) for item, part in zip(value, arguments, strict=True))
+    if arguments:  # a union
+        return any(_fits(value, part) for part in arguments)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _kinds(base: type[Recipe]) -> dict[str, type[Recipe]]:
