@@ -15,7 +15,7 @@ from pelton.builder.profiles import apply_limits, resolve_profiles
 from pelton.builder.target import device_of, resolve_target
 from pelton.dtypes import is_dense
 from pelton.engine.config import BuildConfig
-from pelton.engine.cuda.open import check_gpu_memory_fraction
+from pelton.engine.cuda.placement import check_gpu_memory_fraction
 from pelton.engine.resources import cores
 from pelton.errors import ConfigError
 from pelton.kernels import native

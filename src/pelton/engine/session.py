@@ -15,7 +15,7 @@ from pelton.engine.artifact import Engine, open_engine
 from pelton.engine.batch import InputBatch, StepResult
 from pelton.engine.batch_sampling import PendingStep, SamplingInputs
 from pelton.engine.config import EngineConfig
-from pelton.engine.cuda.open import gpu_device, gpu_free
+from pelton.engine.cuda.placement import gpu_device, gpu_free
 from pelton.engine.kv_cache import KVCaches, allocate, resolve_num_blocks
 from pelton.engine.memory_monitor import MemoryMonitor, MemoryUse
 from pelton.engine.native_plan import NativePlan

@@ -12,10 +12,8 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import numpy as np
-
 from pelton.engine.artifact import Engine
-from pelton.engine.batch import Float32, ModelSession
+from pelton.engine.batch import ModelSession
 from pelton.engine.memory_monitor import MemoryUse
 from pelton.errors import DeviceError, EngineError, NotReadyError, QueueFullError, RequestError
 from pelton.runtime.ahead import Ahead, InFlight, needs_host
@@ -24,7 +22,7 @@ from pelton.runtime.input_batch import InputBatchBuilder
 from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
 from pelton.runtime.prefix_cache import PrefixKeys, root_key
 from pelton.runtime.request import FinishReason, Request, RequestUpdate, TokenLogprobs
-from pelton.runtime.sampler import Sampled, logits_processor, not_finite, sample, token_logprobs
+from pelton.runtime.sampler import Sampled, logits_processor, not_finite, sample, score_prompt
 from pelton.runtime.scheduler import ScheduledSequence, Scheduler
 from pelton.runtime.sequence import Sequence
 from pelton.runtime.stats import ExecutorStats, KVGroupStats
@@ -213,7 +211,7 @@ class Executor:
             self._generated_tokens += 1
             self._last_progress = time.monotonic()
             sampled = Sampled(token)
-            reason, stop = _finish_reason(sequence, token)
+            reason, stop = sequence.finish_reason(token)
             if reason is None:
                 updates.append(self._update(sequence, sampled))
             else:
@@ -256,7 +254,7 @@ class Executor:
             prompt: list[TokenLogprobs] = []
             error: str | None = None
             if s.last_prompt_row > s.first_prompt_row:
-                prompt, error = _score_prompt(s, logits_NV[end - s.num_rows : end - s.samples])
+                prompt, error = score_prompt(s, logits_NV[end - s.num_rows : end - s.samples])
             results.append(_Result(tuple(prompt), sampled[end - 1] if s.samples else None, error))
         return results
 
@@ -275,7 +273,7 @@ class Executor:
         sequence.append(sampled.token)
         logits_processor(sequence).add(sampled.token)
         self._generated_tokens += 1
-        reason, stop = _finish_reason(sequence, sampled.token)
+        reason, stop = sequence.finish_reason(sampled.token)
         if reason is None:
             return self._update(sequence, sampled)
         return self._end(sequence, reason, sampled=sampled, stop=stop)
@@ -395,28 +393,3 @@ class Executor:
             self._ended += self._collect(self._ahead)
         for request_id in list(self._sequences):
             self.abort(request_id)
-
-
-def _score_prompt(s: ScheduledSequence, logits_NV: Float32) -> tuple[list[TokenLogprobs], str | None]:
-    """Log-probabilities of the prompt tokens that the chunk's prompt rows predict, or an error."""
-    wanted = s.sequence.request.sampling.prompt_logprobs
-    assert wanted is not None
-    finite_N = np.isfinite(logits_NV.max(axis=1))  # max takes a NaN for the largest value
-    if not finite_N.all():
-        return [], not_finite(s.first_prompt_row + int(finite_N.argmin()))
-    targets = s.sequence.tokens[s.first_prompt_row + 1 : s.last_prompt_row + 1].tolist()
-    return token_logprobs(logits_NV, targets, [wanted] * len(targets)), None
-
-
-def _finish_reason(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-    """Why ``token`` ends the answer, and which stop token did; as in vLLM an end-of-sequence token is
-    not named."""
-    params = sequence.request.sampling
-    if sequence.num_known_output_tokens >= params.min_tokens:
-        if token in sequence.eos_token_ids and not params.ignore_eos:
-            return "stop", None
-        if token in params.stop_token_ids:
-            return "stop", token
-    if sequence.num_known_output_tokens >= sequence.max_tokens:
-        return "length", None
-    return None, None

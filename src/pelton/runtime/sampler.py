@@ -13,6 +13,7 @@ from pelton.kernels.sampling import log_softmax_topk
 from pelton.kernels.sampling import sample as sample_kernel
 from pelton.runtime.logits import LogitsProcessor
 from pelton.runtime.request import TokenLogprobs
+from pelton.runtime.scheduler import ScheduledSequence
 from pelton.runtime.sequence import Sequence
 
 Float32 = npt.NDArray[np.float32]
@@ -96,6 +97,17 @@ def token_logprobs(logits_NV: Float32, tokens: Seq[int], num_alternatives: Seq[i
             strict=True,
         )
     ]
+
+
+def score_prompt(s: ScheduledSequence, logits_NV: Float32) -> tuple[list[TokenLogprobs], str | None]:
+    """Log-probabilities of the prompt tokens that the chunk's prompt rows predict, or an error."""
+    wanted = s.sequence.request.sampling.prompt_logprobs
+    assert wanted is not None
+    finite_N = np.isfinite(logits_NV.max(axis=1))  # max takes a NaN for the largest value
+    if not finite_N.all():
+        return [], not_finite(s.first_prompt_row + int(finite_N.argmin()))
+    targets = s.sequence.tokens[s.first_prompt_row + 1 : s.last_prompt_row + 1].tolist()
+    return token_logprobs(logits_NV, targets, [wanted] * len(targets)), None
 
 
 def _generated_logprobs(

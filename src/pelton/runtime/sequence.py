@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from pelton.runtime.kv_cache import SequenceKV
 from pelton.runtime.prefix_cache import PrefixKeys
-from pelton.runtime.request import Request, TokenLogprobs
+from pelton.runtime.request import FinishReason, Request, TokenLogprobs
 
 
 class Sequence:
@@ -106,6 +106,19 @@ class Sequence:
     def complete(self) -> bool:
         """Whether it has all the tokens it may have, known or not."""
         return self.num_output_tokens >= self.max_tokens
+
+    def finish_reason(self, token: int) -> tuple[FinishReason | None, int | None]:
+        """Why ``token``, the last known one, ends the answer, and which stop token did; as in vLLM an
+        end-of-sequence token is not named."""
+        params = self.request.sampling
+        if self.num_known_output_tokens >= params.min_tokens:
+            if token in self.eos_token_ids and not params.ignore_eos:
+                return "stop", None
+            if token in params.stop_token_ids:
+                return "stop", token
+        if self.num_known_output_tokens >= self.max_tokens:
+            return "length", None
+        return None, None
 
     def append(self, token: int) -> None:
         self.tokens[self.num_tokens] = token
