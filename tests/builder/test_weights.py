@@ -10,7 +10,8 @@ import pytest
 
 from pelton.builder import eager, weights
 from pelton.builder.build import build
-from pelton.builder.weights import WeightSpec, pack_weight
+from pelton.builder.target import block_types
+from pelton.builder.weights import WeightSpec, pack_weight, stored_quant
 from pelton.dtypes import NATIVE_BLOCK_TYPES
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
@@ -106,3 +107,19 @@ def test_an_engine_of_pieces_is_checked_against_a_reference_of_pieces(
     monkeypatch.setattr(weights, "_CHUNK", 1 << 22)
     build(RandomCheckpoint(TINY_LLAMA), config, output=tmp_path / "whole")
     assert open_engine(tmp_path / "pieces").engine_id == open_engine(tmp_path / "whole").engine_id
+
+
+@pytest.mark.parametrize(
+    ("quant", "target", "stored"),
+    [
+        ("q4_0", "cpu", "q4_0"),
+        ("q3_k", "cpu", "q8_0"),
+        ("mxfp4", "cpu", "q8_0"),
+        ("q4_0", "sm_90", "bfloat16"),
+        ("q3_k", "sm_90", "bfloat16"),
+        ("float16", "cpu", "bfloat16"),
+    ],
+)
+def test_what_a_target_stores(quant: str, target: str, stored: str) -> None:
+    assert stored_quant(quant, 2, "bfloat16", block_types(target)) == stored
+    assert stored_quant("float16", 1, "bfloat16", block_types(target)) == "float32"

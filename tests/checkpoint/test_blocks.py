@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from pelton.dtypes import BLOCK_TYPES, NATIVE_BLOCK_TYPES
+from pelton.dtypes import BLOCK_TYPES, GGUF_BLOCK_TYPES, NATIVE_BLOCK_TYPES
 from pelton.ir.block_encoder import quantize
 from pelton.ir.blocks import dequantize
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
@@ -43,7 +43,7 @@ def ggml_type(quant: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[quant.upper()]
 
 
-@pytest.mark.parametrize("quant", BLOCK_TYPES)
+@pytest.mark.parametrize("quant", GGUF_BLOCK_TYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 2)])
 def test_dequantised_blocks_equal_ggml_bit_for_bit(quant: str, shape: tuple[int, int]) -> None:
     tensor = random_blocks(quant, *shape)
@@ -51,7 +51,7 @@ def test_dequantised_blocks_equal_ggml_bit_for_bit(quant: str, shape: tuple[int,
     np.testing.assert_array_equal(dequantize(tensor), expected)
 
 
-@pytest.mark.parametrize("quant", BLOCK_TYPES)
+@pytest.mark.parametrize("quant", GGUF_BLOCK_TYPES)
 def test_a_tensor_larger_than_one_chunk_dequantises_as_its_rows_do(
     quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,12 +117,12 @@ def test_quantising_dequantised_values_again_changes_nothing_much(quant: str) ->
     assert np.abs(twice - once).max() <= np.abs(x).max() * STEPS[quant]
 
 
-def test_repack_leaves_native_and_dense_tensors_alone() -> None:
+def test_repack_leaves_dense_tensors_and_its_own_type_alone() -> None:
     dense = HostTensor("float32", (2, 4), np.ones((2, 4), np.float32))
-    assert repack(dense) == (dense, "")
+    assert repack(dense, "q8_0") == (dense, "")
     for quant in NATIVE_BLOCK_TYPES:
         tensor = random_blocks(quant, 2, 1)
-        packed, note = repack(tensor)
+        packed, note = repack(tensor, quant)
         assert packed is tensor
         assert note == ""
 
@@ -130,7 +130,7 @@ def test_repack_leaves_native_and_dense_tensors_alone() -> None:
 @pytest.mark.parametrize("quant", ["q5_1", "q2_k", "q3_k", "q5_k"])
 def test_other_types_repack_to_q8_0_with_their_measured_error(quant: str) -> None:
     tensor = random_blocks(quant, 8, 2)
-    packed, note = repack(tensor)
+    packed, note = repack(tensor, "q8_0")
     before, after = dequantize(tensor), dequantize(packed)
     relative = np.linalg.norm(after - before) / np.linalg.norm(before)
     assert 0 < relative < 1e-2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from pelton.builder.resolve import check_model_impl, resolve
 from pelton.builder.selection import CudaSelector, Selected, Selector
 from pelton.builder.sources import readable, resolve_sources
 from pelton.builder.tactics import supporting
-from pelton.builder.target import device_of
+from pelton.builder.target import block_types, device_of
 from pelton.builder.trace import trace
 from pelton.builder.weights import WeightSpec, is_rounded, stored_quant
 from pelton.engine.config import BuildConfig
@@ -110,7 +110,7 @@ def compile_model(
     load_plugins()
     assert config.target is not None
     assert config.cpu_level is not None
-    on_gpu = device_of(config.target) == "cuda"
+    on_gpu, native = device_of(config.target) == "cuda", block_types(config.target)
     selector: Selector | CudaSelector
     if on_gpu:
         selector = CudaSelector(config, timing_cache)
@@ -124,9 +124,7 @@ def compile_model(
     context = PassContext(
         quant_of=quant_of,
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
-        stored_quant=lambda recipe, dimensions: stored_quant(
-            quant_of(recipe), dimensions, dtype, blocks=not on_gpu
-        ),
+        stored_quant=lambda recipe, dimensions: stored_quant(quant_of(recipe), dimensions, dtype, native),
         activations=config.activations,
         has_tactic=lambda spec: (
             not keeps_apart(config.plugins, spec.op)
@@ -149,10 +147,7 @@ def compile_model(
         outcomes += run_graph_passes(PASSES, graph, context, explain)
         program = extract(graph)
         sources = _sources(graph, program, checkpoint.source)
-        quants = {
-            root: _quant(root, source, infos, config.dtype, blocks=not on_gpu)
-            for root, source in sources.items()
-        }
+        quants = {root: _quant(root, source, infos, config.dtype, native) for root, source in sources.items()}
     with clock("tactics"):
         selector.tactics, dropped = usable(
             program, quants, selector.tactics, config.activations, config.cpu_level, config.plugins
@@ -201,10 +196,12 @@ def _sources(graph: Graph, program: Program, source: Callable[[str], Recipe]) ->
     return found
 
 
-def _quant(root: Root, source: Source, infos: Mapping[str, TensorLike], dtype: str, *, blocks: bool) -> str:
+def _quant(
+    root: Root, source: Source, infos: Mapping[str, TensorLike], dtype: str, native: Collection[str]
+) -> str:
     if not isinstance(source, Recipe):
         return "float32"
-    return stored_quant(infer_quant(source, infos), len(root.shape), dtype, blocks=blocks)
+    return stored_quant(infer_quant(source, infos), len(root.shape), dtype, native)
 
 
 def _specs(plan: Plan, sources: Mapping[Root, Source]) -> list[WeightSpec]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from pelton.builder.clock import Progress
 from pelton.builder.directory import check_output, check_space, engine_directory
 from pelton.builder.engine_files import file_entries, write_compact, write_json
 from pelton.builder.sources import readable, resolve_sources
+from pelton.builder.target import block_types
 from pelton.builder.weights import Packed, WeightSpec, stored_quant, write_weights
 from pelton.engine.artifact import Engine, file_sha256, open_engine
 from pelton.engine.plan import Buffer
@@ -190,7 +191,8 @@ def _specs(engine: Engine, checkpoint: Checkpoint, chosen: Mapping[str, Recipe])
         source: Recipe | Packed
         if buffer.name in recipes:
             source = recipes[buffer.name]
-            _check_quant(checkpoint, buffer, source, infos, dtype)
+            native = block_types(engine.manifest.target)
+            _check_quant(checkpoint, buffer, source, infos, dtype, native)
         else:
             source = Packed(engine.weights[buffer.name])
         specs.append(
@@ -227,11 +229,16 @@ def _check_present(
 
 
 def _check_quant(
-    checkpoint: Checkpoint, buffer: Buffer, recipe: Recipe, infos: Mapping[str, TensorInfo], dtype: str
+    checkpoint: Checkpoint,
+    buffer: Buffer,
+    recipe: Recipe,
+    infos: Mapping[str, TensorInfo],
+    dtype: str,
+    native: Collection[str],
 ) -> None:
     """Raise ``CheckpointError`` unless what ``recipe`` gives is stored as ``buffer`` says."""
     try:
-        stored = stored_quant(infer_quant(recipe, infos), len(buffer.shape), dtype)
+        stored = stored_quant(infer_quant(recipe, infos), len(buffer.shape), dtype, native)
     except (AssertionError, CheckpointError):
         stored = "mixed"  # types that the recipe cannot put together, although the first ones could be
     if stored != buffer.quant:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from pelton.dtypes import GPU_BLOCK_TYPES, NATIVE_BLOCK_TYPES
 from pelton.errors import ConfigError, PeltonError
 from pelton.kernels.gpu.driver import Device
 
@@ -16,6 +17,11 @@ DEFAULT_SM = 90
 def device_of(target: str) -> str:
     """``cpu`` or ``cuda``: the kind of device that tactics are for."""
     return CPU if target == CPU else "cuda"
+
+
+def block_types(target: str) -> tuple[str, ...]:
+    """Block types that the target's kernels read."""
+    return NATIVE_BLOCK_TYPES if target == CPU else GPU_BLOCK_TYPES
 
 
 def sm_of(target: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.builder.clock import Progress
-from pelton.dtypes import NATIVE_BLOCK_TYPES, is_dense
+from pelton.dtypes import is_dense
 from pelton.engine.shards import ShardWriter, TensorMeta
 from pelton.errors import BuildError, ConfigError
 from pelton.ir.blocks import dequantize
@@ -28,7 +28,7 @@ from pelton.ir.recipe import Recipe, is_row_wise, rows
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
 from pelton.kernels.layouts import LAYOUTS
 from pelton.models.checkpoint import assert_finite, count_non_finite
-from pelton.quant.repack import repack
+from pelton.quant.repack import FALLBACK, repack
 
 #: Values made at a time, so that temporaries stay small.
 _CHUNK = 1 << 22
@@ -71,19 +71,20 @@ class WeightSpec:
         )
 
 
-def stored_quant(quant: str, ndim: int, dtype: str, *, blocks: bool = True) -> str:
+def stored_quant(quant: str, ndim: int, dtype: str, native: Collection[str]) -> str:
     """Type in which an engine stores a tensor that the checkpoint holds as ``quant``.
 
-    ``blocks``: whether the target's kernels read block-quantised weights.
+    ``native``: block types that the target's kernels read (``target.block_types``).
 
     Vectors (norms, biases) are float32: they are small and kernels read them as such. Dense
-    matrices take the build's ``dtype``; blocks stay as they are where kernels know them.
+    matrices take the build's ``dtype``; blocks stay as they are where kernels know them, and else become
+    ``FALLBACK`` or, where kernels do not know that either, dense.
     """
     if is_dense(quant):
         return dtype if ndim > 1 else "float32"
-    if not blocks:
-        return dtype
-    return quant if quant in NATIVE_BLOCK_TYPES else "q8_0"
+    if quant in native:
+        return quant
+    return FALLBACK if FALLBACK in native else dtype
 
 
 def is_rounded(quant: str, stored: str) -> bool:
@@ -165,9 +166,7 @@ def unpacked(spec: WeightSpec, read: Callable[[str], HostTensor]) -> tuple[HostT
     if tensor.dense or tensor.quant == spec.quant or is_dense(spec.quant):
         return tensor, ""
     _assert_finite(tensor, spec, read)
-    repacked, note = repack(tensor)
-    assert repacked.quant == spec.quant, f"{spec.name}: {repacked.quant} instead of {spec.quant}"
-    return repacked, note
+    return repack(tensor, spec.quant)
 
 
 def _check_shape(spec: WeightSpec, shape: tuple[int, ...]) -> None:

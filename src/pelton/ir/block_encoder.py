@@ -1,4 +1,4 @@
-"""Encode values as GGUF blocks by plain rounding, in the types that have native kernels.
+"""Encode values as blocks by plain rounding: GGUF types that have native kernels, and ``group_blocks``.
 
 No search for better scales: what repacking and tests need, not a quantisation algorithm. numpy only.
 """
@@ -10,24 +10,27 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from pelton.dtypes import BLOCK_TYPES
-from pelton.ir import blocks
+from pelton.dtypes import BLOCK_TYPES, GROUP_BLOCK_TYPES
+from pelton.ir import blocks, group_encoder
 from pelton.ir.blocks import Array, Float32
 from pelton.ir.tensors import HostTensor
 
 
 def quantize(x: Float32, quant: str) -> HostTensor:
-    """``x``, (rows, cols) float32, encoded as ``quant``: one of the native block types.
+    """``x``, (rows, cols) float32, encoded as ``quant``: a native GGUF type or one of ``group_blocks``.
 
     Scales cover each block's range and values are rounded to the nearest code, so the error of a
     value is at most about half a step (more where a block's values are so small, below 1e-3 for
     q6_k, that its float16 scale is subnormal). Rows must be a whole number of blocks, values finite.
     """
-    block, encode = BLOCK_TYPES[quant], _ENCODE[quant]
+    block = BLOCK_TYPES[quant]
     rows, cols = x.shape
     assert cols % block.block_size == 0, f"{cols} columns are no multiple of {quant}'s {block.block_size}"
     assert np.isfinite(x).all(), "non-finite values cannot be quantised"
-    out = np.empty((rows, cols // block.block_size * block.block_bytes), np.uint8)
+    if quant in GROUP_BLOCK_TYPES:
+        return group_encoder.encode(x, quant)
+    encode = _ENCODE[quant]
+    out = np.empty((rows, block.row_bytes(cols)), np.uint8)
     fields = blocks.blocks_view(out, quant)
     for part in blocks.row_chunks(rows, cols):
         values = np.ascontiguousarray(x[part], np.float32)

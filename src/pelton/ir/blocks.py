@@ -1,4 +1,5 @@
-"""GGUF's block types: the fields of a block, how codes are packed in them, and the values they stand for.
+"""Block types: how a row divides into blocks, and of GGUF's types the fields of a block, how codes are packed
+in them, and the values they stand for (``group_blocks.py`` has the other types).
 
 The definition that readers, layouts and kernels are held to; ``block_encoder.py`` is the way back. The
 byte layouts are ggml's (``ggml-common.h``) and decoded values equal ggml's bit for bit: float32
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.dtypes import BLOCK_TYPES
+from pelton.ir import group_blocks
 from pelton.ir.tensors import HostTensor, bf16_to_f32
 
 Array = npt.NDArray[Any]
@@ -35,6 +37,7 @@ BLOCK_DTYPES: dict[str, np.dtype[Any]] = {
         [("d", "<u2"), ("dmin", "<u2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)]
     ),
     "q6_k": np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<u2")]),
+    **group_blocks.DTYPES,
 }
 
 #: Values handled at a time, so that temporaries stay a few MB whatever the tensor's size.
@@ -42,9 +45,23 @@ _CHUNK_VALUES = 1 << 20
 
 
 def blocks_view(raw: Array, quant: str) -> Array:
-    """``raw``: (rows, bytes) -> (rows, blocks) of ``BLOCK_DTYPES[quant]``, sharing memory."""
+    """``raw``: (rows, bytes), without a row's header -> (rows, blocks) of ``BLOCK_DTYPES[quant]``.
+
+    Shares memory where the rows lie one after another.
+    """
     assert BLOCK_DTYPES[quant].itemsize == BLOCK_TYPES[quant].block_bytes
     return np.ascontiguousarray(raw).view(BLOCK_DTYPES[quant])
+
+
+def scales(raw: Array, quant: str) -> Iterator[Float32]:
+    """``raw``: (rows, bytes) of a block type -> every float scale in it, kind by kind: for checks."""
+    if quant in group_blocks.DTYPES:
+        yield group_blocks.scales(raw, quant)
+        return
+    fields = blocks_view(raw, quant)
+    for name in ("d", "m", "dmin"):
+        if name in (fields.dtype.names or ()):
+            yield half(fields[name])
 
 
 def row_chunks(rows: int, cols: int) -> Iterator[slice]:
@@ -64,11 +81,15 @@ def dequantize(tensor: HostTensor) -> Float32:
 
 
 def dequantize_rows(raw: UInt8, quant: str) -> Float32:
-    """``raw``: (rows, bytes) of GGUF blocks -> (rows, cols) float32, exactly the values it stands for."""
-    block, decode = BLOCK_TYPES[quant], _DECODE[quant]
-    out = np.empty((len(raw), raw.shape[1] // block.block_bytes * block.block_size), np.float32)
+    """``raw``: (rows, bytes) of blocks -> (rows, cols) float32, exactly the values it stands for."""
+    block = BLOCK_TYPES[quant]
+    cols = (raw.shape[1] - block.header) // block.block_bytes * block.block_size
+    out = np.empty((len(raw), cols), np.float32)
     for part in row_chunks(*out.shape):
-        out[part] = decode(blocks_view(raw[part], quant)).reshape(-1, out.shape[1])
+        if quant in group_blocks.DTYPES:
+            out[part] = group_blocks.decode(raw[part], quant)
+        else:
+            out[part] = _DECODE[quant](blocks_view(raw[part], quant)).reshape(-1, cols)
     return out
 
 

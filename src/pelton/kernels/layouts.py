@@ -75,9 +75,7 @@ def row_bytes(quant: str, cols: int) -> int:
     """Bytes of one unpacked row."""
     if is_dense(quant):
         return cols * ITEMSIZE[quant]
-    block = BLOCK_TYPES[quant]
-    assert cols % block.block_size == 0, f"{cols} columns do not divide into {quant} blocks"
-    return cols // block.block_size * block.block_bytes
+    return BLOCK_TYPES[quant].row_bytes(cols)
 
 
 def _matrix(shape: Shape) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pelton.dtypes import is_dense
 from pelton.errors import CheckpointError
-from pelton.ir.blocks import blocks_view
+from pelton.ir.blocks import scales
 from pelton.ir.evaluate import infer_shape
 from pelton.ir.recipe import Recipe, Source
 from pelton.ir.tensors import HostTensor, ValuesNotRead
@@ -217,9 +217,7 @@ def _count_non_finite(data: npt.NDArray[Any], quant: str) -> int:
         return int((exponent == 0x7F80).sum())
     if is_dense(quant):
         return 0
-    blocks = blocks_view(data, quant)
-    names = blocks.dtype.names or ()
-    return sum(int((blocks[n] & 0x7C00 == 0x7C00).sum()) for n in ("d", "m", "dmin") if n in names)
+    return sum(int(s.size - np.isfinite(s).sum()) for s in scales(data, quant))
 
 
 def _tied_note(checkpoint: Checkpoint, head: str, embedding: str) -> str:

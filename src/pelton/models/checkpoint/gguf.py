@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pelton.dtypes import BLOCK_TYPES
+from pelton.dtypes import GGUF_BLOCK_TYPES
 from pelton.errors import CheckpointError, MissingDependencyError
 from pelton.ir.evaluate import permute_rows
 from pelton.ir.recipe import AddScalar, Recipe, Source, Transpose
@@ -57,8 +57,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def read(self, name: str) -> HostTensor:
         info, stored = self.tensors[name], self._stored[name]
-        if stored.type in BLOCK_TYPES:
-            block = BLOCK_TYPES[stored.type]
+        if stored.type in GGUF_BLOCK_TYPES:
+            block = GGUF_BLOCK_TYPES[stored.type]
             data: npt.NDArray[np.generic] = self._file.bytes_of(stored).reshape(
                 stored.shape[0], stored.shape[1] // block.block_size * block.block_bytes
             )
@@ -116,7 +116,7 @@ class GGUFCheckpoint(Checkpoint):
                 continue
             self._check_type(tensor)
             note = ""
-            if tensor.type not in BLOCK_TYPES and tensor.type not in _NUMPY:
+            if tensor.type not in GGUF_BLOCK_TYPES and tensor.type not in _NUMPY:
                 note = f"{tensor.type} has no Pelton block type: read as float32"
             infos[name] = TensorInfo(
                 name=name, shape=tensor.shape, quant=tensor.type, nbytes=tensor.nbytes, note=note
@@ -130,7 +130,7 @@ class GGUFCheckpoint(Checkpoint):
         return infos
 
     def _check_type(self, tensor: GGUFTensor) -> None:
-        if tensor.type in BLOCK_TYPES and len(tensor.shape) != 2:
+        if tensor.type in GGUF_BLOCK_TYPES and len(tensor.shape) != 2:
             raise CheckpointError(
                 f"{self.path}: tensor {tensor.name} has {len(tensor.shape)} dimensions of {tensor.type} "
                 f"blocks; only matrices can be quantised"

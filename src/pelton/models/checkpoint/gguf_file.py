@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pelton.dtypes import BLOCK_TYPES, ITEMSIZE
+from pelton.dtypes import GGUF_BLOCK_TYPES, ITEMSIZE
 from pelton.errors import CheckpointError, MissingDependencyError
 from pelton.models.checkpoint.mapped_file import map_file
 
@@ -136,8 +136,8 @@ class GGUFFile:
         """(name, block size, bytes per block) of a ggml type number."""
         if number in _TYPE_NAMES:
             name = _TYPE_NAMES[number]
-            if name in BLOCK_TYPES:
-                return name, BLOCK_TYPES[name].block_size, BLOCK_TYPES[name].block_bytes
+            if name in GGUF_BLOCK_TYPES:
+                return name, GGUF_BLOCK_TYPES[name].block_size, GGUF_BLOCK_TYPES[name].block_bytes
             return name, 1, ITEMSIZE[name]
         try:
             from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
