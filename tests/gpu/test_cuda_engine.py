@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pelton.builder.build import build
-from pelton.builder.target import gpu_available
-from pelton.engine.config import BuildConfig
 from pelton.engine.session import Session
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.executor import Executor
 from pelton.runtime.request import SamplingParams
 from pelton.runtime.validation import resolve_requests
-from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 from tests.e2e.stepper import Stepper, relative_error
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = TINY_LLAMA | {
-    "hidden_size": 192,
-    "intermediate_size": 320,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "vocab_size": 500,
-    "max_position_embeddings": 512,
-}
 #: Rounding to 8 bits of mantissa, twice as often as a layer has steps.
-BOUND = {"bfloat16": 3e-2, "float32": 1e-4}
-
-
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    if not gpu_available():
-        pytest.skip("no GPU")
-    path = tmp_path_factory.mktemp("engines") / "tiny.engine"
-    checkpoint = RandomCheckpoint(CONFIG, quant=request.param)
-    report = build(checkpoint, BuildConfig(target="cuda", max_batch_size=40), output=path)
-    assert report.quality is not None
-    assert report.quality.runner == "cuda"
-    return path, request.param
+BOUND = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-4}
 
 
 def prompts(n: int, seed: int = 0) -> dict[int, list[int]]:
@@ -137,18 +112,14 @@ def test_running_ahead_gives_the_answers_of_the_host_s_sampler(engine: tuple[Pat
     assert all(ahead[str(i)] == host[str(i)] for i in range(4))
 
 
-def test_a_deterministic_engine_answers_alike_in_any_company(tmp_path: Path) -> None:
-    if not gpu_available():
-        pytest.skip("no GPU")
-    config = BuildConfig(target="cuda", max_batch_size=40, max_num_tokens=300, deterministic=True)
-    build(RandomCheckpoint(CONFIG, quant="bfloat16"), config, output=tmp_path / "d.engine")
+def test_a_deterministic_engine_answers_alike_in_any_company(deterministic_engine: Path) -> None:
     everyone = prompts(24, seed=3)
     alone: dict[int, np.ndarray] = {}
     for s, ids in everyone.items():
-        with Session(tmp_path / "d.engine", kv_blocks=40) as session:
+        with Session(deterministic_engine, kv_blocks=40) as session:
             stepper = Stepper(session)
             alone[s] = np.concatenate([stepper.step({s: ids})[s], stepper.step({s: [5]})[s]])
-    with Session(tmp_path / "d.engine", kv_blocks=400) as session:
+    with Session(deterministic_engine, kv_blocks=400) as session:
         stepper = Stepper(session)
         half = {s: ids[: len(ids) // 2] for s, ids in everyone.items() if len(ids) > 1}
         for start in range(0, 24, 6):  # prompts in two chunks, beside others
@@ -160,31 +131,3 @@ def test_a_deterministic_engine_answers_alike_in_any_company(tmp_path: Path) -> 
         more = stepper.step({s: [5] for s in everyone})
     for s in everyone:
         np.testing.assert_array_equal(np.concatenate([rest[s], more[s]]), alone[s])
-
-
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="others use the GPU at the same time")
-def test_many_steps_leak_nothing(engine: tuple[Path, str]) -> None:
-    path, _ = engine
-    rng = np.random.default_rng(9)
-    with Session(path, kv_blocks=600) as session:
-        device = session._device
-        assert device is not None
-        executor = Executor(session, ExecutorConfig())
-        free, steps, count = [], 0, 0
-        while steps < 3000:
-            while len(executor._sequences) < 30:
-                ids = rng.integers(0, 500, int(rng.integers(1, 200))).tolist()
-                params = SamplingParams(temperature=1.0, max_tokens=int(rng.integers(1, 40)), ignore_eos=True)
-                for request in resolve_requests(ids, params, session.config, None, str(count), 0):
-                    executor.add(request)
-                count += 1
-                if rng.random() < 0.1:
-                    executor.abort(str(int(rng.integers(count))))
-            executor.step()
-            steps += 1
-            if steps % 1000 == 0:
-                free.append(device.memory()[0])
-        executor.close()
-        assert [pool.num_used for pool in executor.kv.pools] == [0] * len(executor.kv.pools)
-    # What is loaded on first use (graphs, kernels) is there after the first thousand.
-    assert free[-1] >= free[0] - (8 << 20), free

@@ -25,7 +25,7 @@ for op in all_ops().values():
         # cuBLASLt needs a GPU; a long prefill takes the interpreter many seconds.
         if case.tactic.name.endswith("cublaslt") or case.sample.args[0].shape[0] > 100:
             continue
-        conformance_cuda.check(case, "cpu")
+        conformance_cuda.check(case)
         checked.add(case.tactic.name)
 print(len(checked), "checked")
 missing = {t.name for t in all_tactics().values() if t.device == "cuda" and t.launches} - checked
@@ -36,7 +36,7 @@ SPLIT = """
 import torch
 from pelton.ir.op import get_op
 from pelton.kernels import conformance_cuda as c
-from pelton.kernels.launch import COUNTERS, CallSpec
+from pelton.kernels.launch import COUNTERS, CallSpec, OperandSpec
 from pelton.kernels.linear.cuda import SkinnyTiles, skinny
 
 torch.manual_seed(0)
@@ -45,9 +45,10 @@ for tokens, n, k, split in ((3, 80, 200, 2), (17, 33, 512, 4), (9, 64, 96, 3)):
     out = torch.full((tokens, n), float("nan"))
     workspace = torch.full((COUNTERS + 10 * split * n * 64,), float("nan"))
     workspace[:COUNTERS] = 0
-    call = CallSpec(inputs=tuple(c._spec(t) for t in (x, w, b)), outputs=(c._spec(out),))
+    spec = lambda t: OperandSpec(dtype="float32", shape=tuple(t.shape), strides=t.stride())
+    call = CallSpec(inputs=tuple(spec(t) for t in (x, w, b)), outputs=(spec(out),))
     launch = skinny(call, SkinnyTiles(16, 32, 32, split, 2, 4))
-    c.run(launch, [x, w, b], [out], workspace)
+    c.run(launch, [x, w, b], [out], workspace, {})
     torch.testing.assert_close(out, x @ w.T + b, rtol=1e-4, atol=1e-4)
     assert not workspace[:COUNTERS].any()
 print("right")

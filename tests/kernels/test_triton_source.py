@@ -30,11 +30,11 @@ wide = torch.randn(4, 200)
 for x in (torch.randn(5, 33), wide[:, 60:124], torch.randn(1, 576)):
     sample = Sample(args=(x, 1.5))
     assert tactic.supports(node_spec(op, sample))
-    print("error", conformance_cuda.check(conformance_cuda.Case(op, sample, tactic, "float32"), "cpu"))
+    print("error", conformance_cuda.check(conformance_cuda.Case(op, sample, tactic, "float32")))
 assert not tactic.supports(node_spec(op, Sample(args=(wide[0], 1.5))))
 my_swish.triton_ops.swish_norm_kernel.fn.__globals__["tl"].sqrt = lambda x: x
 try:
-    conformance_cuda.check(conformance_cuda.Case(op, sample, tactic, "float32"), "cpu")
+    conformance_cuda.check(conformance_cuda.Case(op, sample, tactic, "float32"))
 except ConformanceError as error:
     print("found", error)
 """

@@ -1,14 +1,15 @@
 """Holds CUDA tactics to their op's reference, on the op's own samples.
 
-As ``conformance`` does for native ones. The launches that a tactic describes are run through Triton itself:
-on a GPU, or in Triton's interpreter (``TRITON_INTERPRET=1``), which needs none. Outputs are pre-filled with
-NaN between sentinels, the workspace is NaN, and inputs must come back unchanged.
+As ``conformance`` does for native ones. A sample becomes a call over a step's dimensions, as engines have
+them, and what the tactic launches for it runs in Triton's interpreter (``TRITON_INTERPRET=1``; no GPU is
+needed) or, by ``builder.cuda_conformance``, compiled on a GPU. Outputs are pre-filled with NaN between
+sentinels, the workspace is NaN, and inputs must come back unchanged.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +23,15 @@ from pelton.kernels.conformance import (
     split_arguments,
     tolerance_of,
 )
-from pelton.kernels.gpu.cublaslt import CublasLt
-from pelton.kernels.gpu.driver import Stream
-from pelton.kernels.launch import COUNTERS, Argument, CallSpec, LaunchSpec, MatmulSpec, OperandSpec
+from pelton.kernels.launch import COUNTERS, Argument, CallSpec, LaunchSpec, OperandSpec, Work
 from pelton.kernels.tactic import Tactic, all_tactics
 
 #: Elements around an output that must stay as they were.
 MARGIN = 64
 _ELEMENTS = {"*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16, "*i32": torch.int32}
 SENTINEL = 7.5
+#: Operands that are weights, by parts of their names: their sizes are fixed when an engine is built.
+_FIXED = ("weight", "bias", "inv_freq", "scales", "zeros")
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,50 @@ class Case:
         return f"{self.tactic.name}/{self.dtype}{'/decode' if self.decode else ''}: {self.sample.name}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class CaseCall:
+    """A case as a step would run it."""
+
+    spec: CallSpec
+    dims: Mapping[str, int]
+    """The sizes that ``spec`` has names for; T, tokens, among them."""
+    works: tuple[Work, ...]
+    inputs: tuple[torch.Tensor | None, ...]
+    """On the host."""
+    outputs: tuple[torch.Tensor, ...]
+    """What the reference says, on the host."""
+    workspace: int
+    """Bytes behind the counters."""
+    wanted: Mapping[int, torch.Tensor]
+    """By input: what a mutated one must be afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """What a run left behind, on the host."""
+
+    outputs: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor | None]
+    counters_zero: bool
+    within: bool
+    """Whether the memory around every operand is as it was."""
+
+
+Runner = Callable[[Case, CaseCall], CaseResult]
+
+
 def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0) -> Iterator[Case]:
     """Every sample of ``op`` for every CUDA tactic that supports it, its floats in each of ``dtypes``.
 
     Triton's interpreter does not multiply matrices of bfloat16: it is given float16.
     """
     tactics = [t for t in all_tactics().values() if t.op == op.name and t.device == "cuda"]
-    for sample in op.samples(torch.Generator().manual_seed(seed)) if tactics else ():
+    samples = op.samples(torch.Generator().manual_seed(seed)) if tactics else ()
+    for number, sample in enumerate(samples):
         for dtype in dtypes:
             if any(quant not in ("float32", "bfloat16") for quant in sample.quant.values()):
                 continue
-            cast = _cast(op, sample, getattr(torch, dtype))
+            cast = _cast(op, sample, getattr(torch, dtype), f"{number} {sample.name}")
             tokens = next(a.shape[0] for a in cast.args if isinstance(a, torch.Tensor))
             for tactic in tactics:
                 fits = not tactic.largest_tokens or tokens <= tactic.largest_tokens
@@ -76,39 +110,17 @@ def _decodes(op: Op, sample: Sample) -> bool:
     return bool(tokens == sequences)
 
 
-def _matmul(work: MatmulSpec, inputs: list[torch.Tensor | None], out: torch.Tensor) -> None:
-    """A product by cuBLASLt itself."""
-    x, weight = inputs[:2]
-    assert x is not None
-    assert weight is not None
-    stream = Stream()
-    cublas = CublasLt()
-    torch.cuda.synchronize()
-    cublas.matmul(
-        stream,
-        tokens=x.shape[0],
-        n=work.n,
-        k=work.k,
-        x_row=work.x_row,
-        dtype=work.dtype,
-        out_dtype=work.out_dtype,
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        out=out.data_ptr(),
-    )
-    stream.wait()
-    cublas.close()
-    stream.close()
+def _cast(op: Op, sample: Sample, dtype: Any, name: str) -> Sample:
+    """The sample, called ``name``, with its activations, weights and caches in ``dtype``.
 
-
-def _cast(op: Op, sample: Sample, dtype: Any) -> Sample:
-    """The sample with its activations, weights and caches in ``dtype``; tables of angles stay float32."""
+    Tables of angles stay float32.
+    """
     keep = {"cos_sin", "inv_freq"}
     args = []
     for parameter, value in zip(op.torch_op._schema.arguments, sample.args, strict=False):
         convert = isinstance(value, torch.Tensor) and value.is_floating_point() and parameter.name not in keep
         args.append(_like(value, dtype) if convert else value)
-    return Sample(args=tuple(args), name=sample.name)
+    return Sample(args=tuple(args), name=name)
 
 
 def _like(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
@@ -117,65 +129,93 @@ def _like(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
         return tensor
     if (once := _once(tensor)) is not tensor:
         return _like(once, dtype).expand(tensor.shape)
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    out = torch.zeros(last, dtype=dtype).as_strided(tensor.shape, tensor.stride())
+    out = torch.zeros(span(tensor), dtype=dtype).as_strided(tensor.shape, tensor.stride())
     return out.copy_(tensor)
 
 
-def check(case: Case, device: str) -> float:
-    """Run one case on ``device`` (``cpu``: the interpreter); the largest normalised error."""
+def call_of(case: Case) -> CaseCall:
+    """The case with names for its dynamic sizes, the reference's results and what the tactic launches."""
     op, tactic = case.op, case.tactic
     tensors, attrs = split_arguments(op, case.sample.args)
+    names = [a.name for a in op.torch_op._schema.arguments if "Tensor" in str(a.type)]
     positions = [i for i, a in enumerate(op.torch_op._schema.arguments) if "Tensor" in str(a.type)]
-    expected_args = [t.clone() if i in op.mutates else t for i, t in enumerate(case.sample.args)]
-    expected = op.reference(*expected_args)
+    arguments = [t.clone() if i in op.mutates else t for i, t in enumerate(case.sample.args)]
+    expected = op.reference(*arguments)
     expected = () if expected is None else expected if isinstance(expected, tuple) else (expected,)
-    inputs = [None if t is None else _to_device(t, device) for t in tensors]
-    before = [None if t is None else t.clone() for t in inputs]
-    guarded = [_guarded(e, device) for e in expected]
-    outputs = [view for _, view in guarded]
     tokens = next(t.shape[0] for t in tensors if t is not None)
-    scratch = tactic.workspace(node_spec(op, case.sample), tokens) // 4
-    workspace = torch.full((COUNTERS + scratch,), float("nan"), device=device)
-    workspace[:COUNTERS] = 0.0
-    call = CallSpec(
-        inputs=tuple(None if t is None else _spec(t) for t in inputs),
-        outputs=tuple(_spec(t) for t in outputs),
-        attrs=attrs,
+    dims = {"T": tokens, "B": tokens if case.decode else -1}
+
+    def spec(tensor: torch.Tensor, fixed: bool = False) -> OperandSpec:
+        shape: list[int | str] = list(tensor.shape)
+        if shape and not fixed:
+            shape[0] = "T" if shape[0] == tokens else f"D{shape[0]}"
+            dims[str(shape[0])] = tensor.shape[0]
+        return OperandSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(shape),
+            strides=tuple(tensor.stride()),
+        )
+
+    def is_fixed(name: str, tensor: torch.Tensor) -> bool:
+        """Weights, and what ops of two operands repeat for each row."""
+        repeated = "y" in names and (tensor.shape[0] == 1 or tensor.dim() < max(t.dim() for t in tensors))
+        return repeated or any(part in name for part in _FIXED)
+
+    inputs = tuple(
+        None if t is None else spec(t, is_fixed(name, t)) for name, t in zip(names, tensors, strict=True)
     )
+    call = CallSpec(inputs=inputs, outputs=tuple(spec(t) for t in expected), attrs=attrs)
     describe = tactic.decode if case.decode else tactic.launches
     assert describe is not None
-    for work in describe(call, tokens):
-        if isinstance(work, LaunchSpec):
-            run(work, inputs, outputs, workspace)
-        else:
-            _matmul(work, inputs, workspace[COUNTERS:] if work.to_workspace else outputs[0])
-    if workspace[:COUNTERS].any():
+    largest = tactic.largest_tokens or tokens
+    return CaseCall(
+        spec=call,
+        dims=dims,
+        works=describe(call, largest),
+        inputs=tuple(tensors),
+        outputs=tuple(expected),
+        workspace=tactic.workspace(node_spec(op, case.sample), largest),
+        wanted={n: arguments[p] for n, p in enumerate(positions) if p in op.mutates},
+    )
+
+
+def check(case: Case, runner: Runner | None = None) -> float:
+    """Run one case (without ``runner`` in the interpreter); the largest normalised error.
+
+    Raises ``ConformanceError``.
+    """
+    call = call_of(case)
+    result = (runner or interpret)(case, call)
+    if not result.counters_zero:
         raise ConformanceError(f"{case}: left counters that are not zero")
-    for storage, view in guarded:
-        edge = torch.cat([storage[:MARGIN], storage[MARGIN + view.numel() :]])
-        if not (edge == SENTINEL).all():
-            raise ConformanceError(f"{case}: wrote outside its memory")
-    results = [o.cpu() for o in outputs]
-    wanted = list(expected)
-    for position, x, old in zip(positions, inputs, before, strict=True):
-        if position in op.mutates:
-            results.append(x.cpu())  # type: ignore[union-attr]
-            wanted.append(expected_args[position])
-        elif x is not None and not torch.equal(x.nan_to_num(3.0), old.nan_to_num(3.0)):  # type: ignore[union-attr]
-            raise ConformanceError(f"{case}: changed input {position}")
+    if not result.within:
+        raise ConformanceError(f"{case}: wrote outside its memory")
+    pairs = list(zip(result.outputs, call.outputs, strict=True))
+    for i, (before, after) in enumerate(zip(call.inputs, result.inputs, strict=True)):
+        if before is None or after is None:
+            continue
+        if i in call.wanted:
+            pairs.append((after, call.wanted[i]))
+        elif not torch.equal(before.nan_to_num(3.0), after.nan_to_num(3.0)):
+            raise ConformanceError(f"{case}: changed input {i}")
     return max(
         (
-            compare(got, want, tolerance_of_dtype(op, tactic, want, case.dtype), f"{case} result {i}")
-            for i, (got, want) in enumerate(zip(results, wanted, strict=True))
+            compare(got, want, tolerance_of_dtype(case, want), f"{case} result {i}")
+            for i, (got, want) in enumerate(pairs)
         ),
         default=0.0,
     )
 
 
-def tolerance_of_dtype(op: Op, tactic: Tactic, want: torch.Tensor, dtype: str) -> float:
+def tolerance_of_dtype(case: Case, want: torch.Tensor) -> float:
     """float32 runs are held to float32's bound whatever precision the tactic is for."""
-    return op.tolerance["float32"] if dtype == "float32" else tolerance_of(op, tactic, want)
+    op = case.op
+    return op.tolerance["float32"] if case.dtype == "float32" else tolerance_of(op, case.tactic, want)
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last in memory."""
+    return int(sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))) + 1
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,37 +226,52 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    if (once := _once(tensor)) is not tensor:
-        return _to_device(once, device).expand(tensor.shape)
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    out = torch.zeros(max(last, 1), dtype=tensor.dtype, device=device)
-    return out.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+def flat_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory from its first element to its last, gaps zero."""
+    flat = torch.zeros(max(span(tensor), 1), dtype=tensor.dtype)
+    once = _once(tensor)
+    flat.as_strided(once.shape, once.stride()).copy_(once)
+    return flat
 
 
-def _guarded(like: torch.Tensor, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    storage = torch.full((like.numel() + 2 * MARGIN,), SENTINEL, dtype=like.dtype, device=device)
+# ---- Triton's interpreter ----
+
+
+def interpret(case: Case, call: CaseCall) -> CaseResult:
+    """A ``Runner`` on the host."""
+    inputs = [None if t is None else flat_copy(t).as_strided(t.shape, t.stride()) for t in call.inputs]
+    guarded = [_guarded(t) for t in call.outputs]
+    outputs = [view for _, view in guarded]
+    workspace = torch.full((COUNTERS + call.workspace // 4,), float("nan"))
+    workspace[:COUNTERS] = 0.0
+    for work in call.works:
+        if not isinstance(work, LaunchSpec):
+            raise ConformanceError(f"{case}: cuBLASLt needs a GPU")
+        run(work, inputs, outputs, workspace, call.dims)
+    edges = (torch.cat([all_of[:MARGIN], all_of[MARGIN + view.numel() :]]) for all_of, view in guarded)
+    return CaseResult(
+        outputs=outputs,
+        inputs=inputs,
+        counters_zero=not workspace[:COUNTERS].any(),
+        within=all(bool((edge == SENTINEL).all()) for edge in edges),
+    )
+
+
+def _guarded(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    storage = torch.full((like.numel() + 2 * MARGIN,), SENTINEL, dtype=like.dtype)
     view = storage[MARGIN : MARGIN + like.numel()].view(like.shape)
     view.fill_(float("nan"))
     return storage, view
 
 
-def _spec(tensor: torch.Tensor) -> OperandSpec:
-    return OperandSpec(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        strides=tuple(tensor.stride()),
-        aligned=tensor.data_ptr() % 16 == 0,
-    )
-
-
 def run(
     launch: LaunchSpec,
-    inputs: list[torch.Tensor | None],
-    outputs: list[torch.Tensor],
+    inputs: Sequence[torch.Tensor | None],
+    outputs: Sequence[torch.Tensor],
     workspace: torch.Tensor,
+    dims: Mapping[str, int],
 ) -> None:
-    """One launch through Triton; every size of its call is a number."""
+    """One launch through Triton at the sizes ``dims``."""
     source = launch.kernel
     kernel = getattr(importlib.import_module(source.module), source.function)
 
@@ -228,15 +283,16 @@ def run(
                 return outputs[argument.index]
             case "workspace":
                 return workspace[argument.offset // 4 :].view(_ELEMENTS[kind])
+            case "dim":
+                return dims[argument.dim]
             case "int":
                 return int(argument.value)
             case "float":
                 return argument.value
-        raise AssertionError(f"{argument} needs the sizes of a step")
 
     named: Mapping[str, Any] = {
         name: value(argument, kind)
         for (name, kind), argument in zip(source.types, launch.arguments, strict=True)
     }
-    grid = tuple(sum(term.value({}) for term in axis) for axis in launch.grid)
+    grid = tuple(sum(term.value(dims) for term in axis) for axis in launch.grid)
     kernel[grid](**named, **dict(source.constants), num_warps=source.num_warps, num_stages=source.num_stages)

@@ -1,0 +1,163 @@
+"""Runs every CUDA tactic under compute-sanitizer: memcheck, racecheck, and a line for each tactic.
+
+    python tools/gpu_sanitizers.py [--only cuda.linear] [--tools memcheck,racecheck] [--jobs 12]
+
+The tactic's smallest samples, compiled as for an engine, are launched by an engine's launcher over memory
+of exactly their size, so that an access beyond it is found; that it would be is tried first, with a step of
+more tokens than there are. A sanitizer slows a kernel down ten to a hundred times: each tactic runs in a
+process of its own, several at a time, for at most ``--timeout`` seconds. Ends with 1 where a tool found
+something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (.*)")
+#: Kernels of cuBLASLt are not ours; racecheck has much to say of hand-made barriers.
+RACECHECK_SKIPS = ("cublaslt",)
+#: What is run with a row too many, to see that it is found.
+_CANARY, _TOO_MANY = "cuda.rms_norm", "a row too many"
+
+
+def chosen_cases(per_tactic: int) -> dict[str, list[Any]]:
+    """By tactic its smallest cases: of each type, and with what it has for decode steps."""
+    import torch
+
+    from pelton.ir.op import all_ops
+    from pelton.kernels import conformance_cuda
+
+    found: dict[str, dict[tuple[str, bool], list[Any]]] = {}
+    for op in all_ops().values():
+        for case in conformance_cuda.cases(op, ("bfloat16", "float32")):
+            kinds = found.setdefault(case.tactic.name, {})
+            kinds.setdefault((case.dtype, case.decode), []).append(case)
+
+    def size(case: Any) -> int:
+        return sum(a.numel() for a in case.sample.args if isinstance(a, torch.Tensor))
+
+    def spread(cases: list[Any]) -> list[Any]:
+        """The smallest and, evenly, some of the rest of the smaller half."""
+        ordered = sorted(cases, key=size)[: max(per_tactic, len(cases) * 3 // 4)]
+        return [ordered[i * len(ordered) // per_tactic] for i in range(min(per_tactic, len(ordered)))]
+
+    return {
+        name: [case for cases in kinds.values() for case in spread(cases)]
+        for name, kinds in sorted(found.items())
+    }
+
+
+def run_tactic(folder: Path, name: str, per_tactic: int) -> None:
+    """In the sanitizer's process: every chosen case of a tactic."""
+    from pelton.builder.cuda_conformance import DeviceRunner
+    from pelton.kernels import conformance_cuda
+
+    cases = chosen_cases(per_tactic)[_CANARY if name == _TOO_MANY else name]
+    with DeviceRunner(folder, exact=True) as runner:
+        if name == _TOO_MANY:
+            call = conformance_cuda.call_of(cases[0])
+            runner(cases[0], replace(call, dims={**call.dims, "T": call.dims["T"] + 1}))
+            return
+        for case in cases:
+            conformance_cuda.check(case, runner)
+    print(f"CHECKED {len(cases)} cases")
+
+
+def sanitize(tool: str, folder: Path, name: str, args: argparse.Namespace) -> tuple[bool, str]:
+    """(clean, what to say)."""
+    options = ["--leak-check", "full"] if tool == "memcheck" else ["--racecheck-report", "analysis"]
+    command = [
+        args.sanitizer, "--tool", tool, *options, "--error-exitcode", "86", "--print-limit", "3",
+        sys.executable, __file__, "--run", name, "--folder", str(folder), "--cases", str(args.cases),
+    ]  # fmt: skip
+    start = time.perf_counter()
+    # A process group of its own: a sanitizer that is killed leaves what it watches running.
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = child.communicate(timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        return False, f"did not end within {args.timeout} s"
+    seconds = time.perf_counter() - start
+    summary = SUMMARY.search(output)
+    checked = re.search(r"CHECKED (\d+) cases", output)
+    clean = child.returncode == 0 and checked is not None
+    what = (
+        f"{checked[1] if checked else 'no'} cases, {summary[1] if summary else 'no summary'}, {seconds:.0f} s"
+    )
+    if clean:
+        return True, what
+    lines = [line for line in output.splitlines() if "=========" in line or "Error" in line]
+    return False, "\n    ".join([f"{what}, exit code {child.returncode}", *lines[:12]])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="tactics whose names contain this")
+    parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--cases", type=int, default=2, help="of a tactic, each type and kind of step")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2))
+    parser.add_argument("--timeout", type=float, default=120.0)
+    parser.add_argument("--sanitizer", default=shutil.which("compute-sanitizer") or "")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        run_tactic(args.folder, args.run, args.cases)
+        return 0
+    if not args.sanitizer:
+        print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    from pelton.builder.cuda_conformance import compile_cases
+    from pelton.kernels.gpu.driver import Device
+
+    cases = {name: own for name, own in chosen_cases(args.cases).items() if args.only in name}
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "kernels"
+        compile_cases((case for own in cases.values() for case in own), Device().sm, folder)
+        print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+        if _CANARY in cases and "Invalid" not in (told := sanitize("memcheck", folder, _TOO_MANY, args)[1]):
+            print(told)
+            print("memcheck does not find an access beyond an allocation here", file=sys.stderr)
+            return 2
+        work = [
+            (tool, name)
+            for tool in args.tools.split(",")
+            for name in cases
+            if tool != "racecheck" or not any(part in name for part in RACECHECK_SKIPS)
+        ]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            results = list(pool.map(lambda job: sanitize(job[0], folder, job[1], args), work))
+    report(work, results)
+    bad = sum(not clean for clean, _ in results)
+    print(f"{len(work)} runs, {bad} not clean, {time.perf_counter() - start:.0f} s")
+    return 1 if bad else 0
+
+
+def report(work: Sequence[tuple[str, str]], results: Sequence[tuple[bool, str]]) -> None:
+    """A line for each run, those that found something last."""
+    for (tool, name), (clean, what) in sorted(zip(work, results, strict=True), key=lambda r: not r[1][0]):
+        print(f"{tool:<10}{name:<36}{'clean' if clean else 'FOUND'}  {what}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
