@@ -24,6 +24,7 @@ from pelton.engine.artifact import (
 from pelton.engine.batch import InputBatch
 from pelton.engine.config import EngineConfig
 from pelton.engine.plan import Buffer, Operand, Plan
+from pelton.errors import DeviceError
 from tests.runtime.fakes import FakeSession, fake_config
 
 SESSION = "tests.serving.fake_engine:open_fake"
@@ -35,8 +36,8 @@ MAX_SEQ_LEN = 256
 MAX_BATCH_SIZE = 8
 NUM_BLOCKS = 160
 
-#: Tokens that have an effect when they are in a prompt: the process dies, the step raises.
-CRASH, RAISE = (1, 1, 1), (2, 2, 2)
+#: Tokens that have an effect when they are in a prompt: the process dies, the step raises, its GPU fails.
+CRASH, RAISE, BREAK = (1, 1, 1), (2, 2, 2), (3, 3, 3)
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -76,6 +77,8 @@ def open_fake(
             os._exit(7)
         if np.int32(RAISE).tobytes() in tokens:
             raise RuntimeError("the fake session was told to fail")
+        if np.int32(BREAK).tobytes() in tokens:
+            raise DeviceError("the GPU failed (a test): an illegal address; restart to use it again")
 
     def edit_logits(batch: InputBatch, logits_NV: np.ndarray[Any, Any]) -> None:
         letters = logits_NV[:, _LETTERS]

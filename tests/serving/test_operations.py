@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.fake_engine import CRASH, RAISE, SESSION
+from tests.serving.fake_engine import BREAK, CRASH, RAISE, SESSION
 from tests.serving.running_server import RunningServer
 
 TEXT = "/v1/completions"
@@ -177,7 +177,16 @@ def test_an_error_in_a_step_ends_its_request_alone(server: RunningServer) -> Non
     assert eventually(lambda: idle(server))
 
 
-def test_a_crashed_executor_ends_every_stream_and_makes_the_server_not_ready(fake_engine: Path) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (CRASH, "exited with code 7"),
+        (BREAK, "The executor failed: the GPU failed (a test): an illegal address; restart to use it again"),
+    ],
+)
+def test_a_broken_executor_ends_every_stream_and_makes_the_server_not_ready(
+    fake_engine: Path, prompt: tuple[int, ...], said: str
+) -> None:
     patch = pytest.MonkeyPatch()
     patch.setenv("FAKE_STEP_SECONDS", "0.02")
     with RunningServer(fake_engine, session=SESSION) as doomed:
@@ -193,16 +202,18 @@ def test_a_crashed_executor_ends_every_stream_and_makes_the_server_not_ready(fak
 
                 reader = asyncio.create_task(read())
                 await asyncio.sleep(0.5)
-                crash = await http.post(TEXT, json={"prompt": list(CRASH), "max_tokens": 2})
+                crash = await http.post(TEXT, json={"prompt": list(prompt), "max_tokens": 2})
                 return await reader, crash
 
         lines, crash = asyncio.run(main())
         assert crash.status_code == 503
-        assert "exited with code 7" in crash.json()["error"]["message"]
+        assert said in crash.json()["error"]["message"]
         assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "service_unavailable_error"
         assert lines[-1] == "data: [DONE]"
         for path in ("/health", "/ready"):
-            assert httpx.get(doomed.url + path).status_code == 503
+            told = httpx.get(doomed.url + path)
+            assert told.status_code == 503
+            assert said in told.json()["error"]["message"]
         after = httpx.post(doomed.url + TEXT, json={"prompt": "x"})
         assert after.status_code == 503
         assert after.headers["retry-after"]

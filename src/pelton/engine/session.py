@@ -24,6 +24,7 @@ from pelton.engine.resources import cores
 from pelton.engine.trust import check_trust, is_trusted
 from pelton.engine.validate import BatchChecker
 from pelton.errors import ConfigError, EngineError, MissingDependencyError, PeltonError
+from pelton.kernels.gpu.driver import given_back_on_error
 
 RunnerName = Literal["auto", "native", "reference"]
 
@@ -217,7 +218,8 @@ class Session:
         if self._device is not None:
             from pelton.engine.cuda.runner import CudaRunner
 
-            return "cuda", CudaRunner(engine, self.num_blocks, self._device)
+            with given_back_on_error():
+                return "cuda", CudaRunner(engine, self.num_blocks, self._device)
         if name != "reference":
             reason = native_runner.unavailable(engine.plan)
             if reason is None:

@@ -7,6 +7,7 @@ the front ends. One thread drives it; ``stats`` may be read from another.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence as Seq
@@ -390,6 +391,7 @@ class Executor:
         """Abort everything in flight; idempotent. The session stays open."""
         self._closed = True
         if self._ahead is not None:
-            self._ended += self._collect(self._ahead)
+            with contextlib.suppress(DeviceError):  # it is why we close, and has been reported
+                self._ended += self._collect(self._ahead)
         for request_id in list(self._sequences):
             self.abort(request_id)

@@ -15,15 +15,15 @@ from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
 from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice
 from pelton.errors import EngineError
 from pelton.kernels.gpu.cublaslt import CublasLt
-from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, library
+from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, launch
 from pelton.kernels.launch import COUNTER_BYTES
 
 
 class _Bound:
     """One launch with its arguments in place."""
 
-    def __init__(self, function: Function, threads: int, launch: Launch, pointers: list[int]) -> None:
-        self.launch = launch
+    def __init__(self, function: Function, threads: int, work: Launch, pointers: list[int]) -> None:
+        self.work = work
         self.function = function
         self.parameters = (C.c_void_p * len(pointers))(*pointers)
         self.config = LaunchConfig()
@@ -31,17 +31,12 @@ class _Bound:
         self.config.shared = function.shared
 
     def run(self, stream: Stream, dims: Mapping[str, int]) -> None:
-        grid = [sum(term.value(dims) for term in axis) for axis in self.launch.grid]
+        grid = [sum(term.value(dims) for term in axis) for axis in self.work.grid]
         if 0 in grid:  # a step may want no logits at all
             return
         self.config.grid[:] = grid + [1] * (3 - len(grid))
         self.config.stream = stream.handle
-        code = library().cuLaunchKernelEx(C.byref(self.config), self.function.handle, self.parameters, None)
-        if code:
-            raise EngineError(
-                f"the GPU refuses a launch: error {code}, grid {grid}, {self.config.shared} bytes of shared "
-                "memory"
-            )
+        launch(self.config, self.function.handle, self.parameters)
 
 
 class _Product:
@@ -123,10 +118,10 @@ class Launcher:
             addresses[2] = self._workspace + COUNTER_BYTES
         return _Product(self._cublas, work, str(x.shape[0]), *addresses)
 
-    def _bind(self, instruction: Instruction, launch: Launch) -> _Bound:
-        kernel = self._code.kernels[launch.kernel]
+    def _bind(self, instruction: Instruction, work: Launch) -> _Bound:
+        kernel = self._code.kernels[work.kernel]
         pointers = []
-        for argument in launch.arguments:
+        for argument in work.arguments:
             value: object
             match argument.kind:
                 case "input":
@@ -149,7 +144,7 @@ class Launcher:
             null = C.c_uint64(0)
             self._keep.append(null)
             pointers.append(C.addressof(null))
-        return _Bound(self._functions[launch.kernel], kernel.threads, launch, pointers)
+        return _Bound(self._functions[work.kernel], kernel.threads, work, pointers)
 
     def run(
         self, stream: Stream, dims: Mapping[str, int], after: Callable[[int], None] | None = None

@@ -7,6 +7,7 @@ the host prepares the next one, whose token ids may stand for tokens that are st
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,7 +25,7 @@ from pelton.engine.cuda.sampler import DeviceSampler, Slot
 from pelton.engine.cuda.weights import DeviceWeights
 from pelton.engine.plan import Instruction, Operand
 from pelton.engine.step_inputs import step_dims
-from pelton.errors import EngineError
+from pelton.errors import DeviceError, EngineError
 from pelton.kernels.gpu.driver import Device, Event, Graph, Memory, PinnedMemory, Stream, capture
 from pelton.kernels.launch import COUNTER_BYTES
 
@@ -232,8 +233,9 @@ class CudaRunner:
 
     def close(self) -> None:
         """Free everything on the device; idempotent."""
-        self._device.make_current()
-        self._stream.wait()
+        with contextlib.suppress(DeviceError):  # a GPU that failed has nothing to wait for
+            self._device.make_current()
+            self._stream.wait()
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()

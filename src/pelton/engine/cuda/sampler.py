@@ -10,8 +10,7 @@ import numpy as np
 from pelton.engine.batch_sampling import Int32, SamplingInputs
 from pelton.engine.cuda.code import Code
 from pelton.engine.shards import align
-from pelton.errors import EngineError
-from pelton.kernels.gpu.driver import Event, Function, LaunchConfig, Memory, PinnedMemory, Stream, library
+from pelton.kernels.gpu.driver import Event, Function, LaunchConfig, Memory, PinnedMemory, Stream, launch
 from pelton.kernels.sampling.cuda import RESOLVE_BLOCK
 
 _FIELDS = ("temperature_N", "top_k_N", "top_p_N", "min_p_N", "uniform_N")
@@ -32,11 +31,7 @@ class _Kernel:
     def run(self, stream: Stream, programs: int) -> None:
         self._config.grid[:] = (programs, 1, 1)
         self._config.stream = stream.handle
-        code = library().cuLaunchKernelEx(
-            C.byref(self._config), self._function.handle, self._parameters, None
-        )
-        if code:
-            raise EngineError(f"the GPU refuses to launch the sampler: error {code}")
+        launch(self._config, self._function.handle, self._parameters)
 
     def close(self) -> None:
         self._function.close()

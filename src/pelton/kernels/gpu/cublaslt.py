@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pelton.errors import EngineError, MissingDependencyError
-from pelton.kernels.gpu.driver import Memory, Stream, address
+from pelton.kernels.gpu.driver import Memory, Stream, address, check_context
 
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
 _COMPUTE_32F, _R_32F = 68, 0
@@ -67,6 +67,7 @@ def available() -> bool:
 def _call(name: str, *args: Any) -> None:
     code = getattr(library(), name)(*args)
     if code:
+        check_context()
         raise EngineError(f"cuBLASLt failed ({name}, status {code})")
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,13 @@ from pelton.errors import ConfigError, DeviceError, EngineError, MissingDependen
 _SM_COUNT, _MAJOR, _MINOR, _MAX_SHARED = 16, 75, 76, 97
 #: CUfunction_attribute
 _FUNC_MAX_DYNAMIC_SHARED = 8
-#: CUlaunchAttributeID: programmatic stream serialization (dependent launch)
 #: Shared memory that needs no opt-in, bytes.
 _SHARED_DEFAULT = 48 * 1024
 _STREAM_NON_BLOCKING = 1
 _OUT_OF_MEMORY = 2
+#: CUresults after which a context is of no more use: memory errors, and faults of a kernel (illegal address,
+#: misaligned address, illegal instruction, assertion, time limit, ...).
+_FATAL = frozenset({214, 219, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 _CAPTURE_THREAD_LOCAL = 1
 _EVENT_DISABLE_TIMING = 2
 
@@ -74,10 +78,74 @@ def _words(lib: Any, code: int) -> str:
 
 def call(name: str, *args: Any) -> None:
     """Call ``name`` of the driver API; raises ``DeviceError`` when it fails."""
-    lib = library()
-    code = getattr(lib, name)(*args)
+    code = getattr(library(), name)(*args)
     if code:
-        raise DeviceError(f"the GPU failed ({name}): {_words(lib, code)}; restart to use it again")
+        raise _failure(name, code)
+
+
+def _failure(name: str, code: int) -> DeviceError:
+    words = _words(library(), code)
+    if code == _OUT_OF_MEMORY:
+        return DeviceError(
+            f"the GPU has no memory left ({name}); use a smaller gpu_memory_fraction or max_batch_size, or "
+            "end what else uses the GPU"
+        )
+    return DeviceError(f"the GPU failed ({name}): {words}; restart to use it again")
+
+
+def launch(config: LaunchConfig, function: C.c_void_p, parameters: Any) -> None:
+    """Put a kernel into its stream.
+
+    Raises ``EngineError`` where the GPU cannot run it, ``DeviceError`` where an earlier one has failed.
+    """
+    code = library().cuLaunchKernelEx(C.byref(config), function, parameters, None)
+    if code in _FATAL:
+        raise _failure("cuLaunchKernelEx", code)
+    if code:
+        raise EngineError(
+            f"the GPU refuses a launch: {_words(library(), code)}; grid {list(config.grid)}, "
+            f"{config.block[0]} threads, {config.shared} bytes of shared memory"
+        )
+
+
+def check_context() -> None:
+    """Raise ``DeviceError`` where the GPU has failed; cheap, waits for nothing."""
+    free, total = C.c_size_t(), C.c_size_t()
+    call("cuMemGetInfo_v2", C.byref(free), C.byref(total))
+
+
+def release(name: str, *args: Any) -> None:
+    """Give something back. Where the GPU has failed it is gone already, and nothing is raised."""
+    code = getattr(library(), name)(*args)
+    if code and code not in _FATAL:
+        raise _failure(name, code)
+
+
+#: What has been taken since ``given_back_on_error`` was entered.
+_taken: list[Any] | None = None
+
+
+@contextmanager
+def given_back_on_error() -> Iterator[None]:
+    """Within, memory, streams, events and kernels that were made are closed again when an error leaves.
+
+    For one thread at a time, around what makes many of them.
+    """
+    global _taken
+    outer, _taken = _taken, []
+    try:
+        yield
+    except BaseException:
+        for thing in reversed(_taken):
+            thing.close()
+        raise
+    finally:
+        _taken = outer
+
+
+def _note(thing: Any) -> None:
+    if _taken is not None:
+        _taken.append(thing)
 
 
 def driver_version() -> str:
@@ -145,12 +213,14 @@ class Memory:
             free, total = C.c_size_t(), C.c_size_t()
             call("cuMemGetInfo_v2", C.byref(free), C.byref(total))
             raise ConfigError(
-                f"the GPU has no {nbytes} bytes left ({free.value} of {total.value} are free); use a smaller "
-                "gpu_memory_fraction or max_batch_size, or end what else uses the GPU"
+                f"the GPU has no {nbytes / 1e9:.2f} GB left: {free.value / 1e9:.2f} GB of "
+                f"{total.value / 1e9:.2f} GB are free; use a smaller gpu_memory_fraction or max_batch_size, "
+                "or end what else uses the GPU"
             )
         if code:
-            raise DeviceError(f"the GPU gives no memory: {_words(library(), code)}")
+            raise _failure("cuMemAlloc", code)
         self.address = pointer.value
+        _note(self)
 
     def fill(self, byte: int, stream: Stream) -> None:
         call(
@@ -159,7 +229,7 @@ class Memory:
 
     def close(self) -> None:
         if self.address:
-            call("cuMemFree_v2", address(self.address))
+            release("cuMemFree_v2", address(self.address))
             self.address = 0
 
 
@@ -169,8 +239,16 @@ class PinnedMemory:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         pointer = C.c_void_p()
-        call("cuMemHostAlloc", C.byref(pointer), C.c_size_t(max(nbytes, 16)), C.c_uint(0))
+        code = library().cuMemHostAlloc(C.byref(pointer), C.c_size_t(max(nbytes, 16)), C.c_uint(0))
+        if code == _OUT_OF_MEMORY:
+            raise ConfigError(
+                f"this machine gives the GPU no {nbytes / 1e9:.2f} GB of page-locked memory; use a smaller "
+                "max_num_tokens or max_batch_size, or end what else uses memory"
+            )
+        if code:
+            raise _failure("cuMemHostAlloc", code)
         assert pointer.value
+        _note(self)
         self.address = pointer.value
         self._bytes = (C.c_ubyte * nbytes).from_address(self.address)
 
@@ -180,7 +258,7 @@ class PinnedMemory:
 
     def close(self) -> None:
         if self.address:
-            call("cuMemFreeHost", C.c_void_p(self.address))
+            release("cuMemFreeHost", C.c_void_p(self.address))
             self.address = 0
 
 
@@ -190,6 +268,7 @@ class Stream:
     def __init__(self) -> None:
         self.handle = C.c_void_p()
         call("cuStreamCreate", C.byref(self.handle), _STREAM_NON_BLOCKING)
+        _note(self)
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
         """Host address ``source`` to device address ``target``."""
@@ -205,7 +284,7 @@ class Stream:
 
     def close(self) -> None:
         if self.handle:
-            call("cuStreamDestroy_v2", self.handle)
+            release("cuStreamDestroy_v2", self.handle)
             self.handle = C.c_void_p()
 
 
@@ -215,6 +294,7 @@ class Event:
     def __init__(self, *, timing: bool = False) -> None:
         self.handle = C.c_void_p()
         call("cuEventCreate", C.byref(self.handle), 0 if timing else _EVENT_DISABLE_TIMING)
+        _note(self)
 
     def record(self, stream: Stream) -> None:
         call("cuEventRecord", self.handle, stream.handle)
@@ -229,7 +309,7 @@ class Event:
 
     def close(self) -> None:
         if self.handle:
-            call("cuEventDestroy_v2", self.handle)
+            release("cuEventDestroy_v2", self.handle)
             self.handle = C.c_void_p()
 
 
@@ -239,6 +319,7 @@ class Function:
     def __init__(self, image: bytes, name: str, shared: int) -> None:
         self._module = C.c_void_p()
         call("cuModuleLoadData", C.byref(self._module), image)
+        _note(self)
         self.handle = C.c_void_p()
         call("cuModuleGetFunction", C.byref(self.handle), self._module, name.encode())
         self.shared = shared
@@ -247,7 +328,7 @@ class Function:
 
     def close(self) -> None:
         if self._module:
-            call("cuModuleUnload", self._module)
+            release("cuModuleUnload", self._module)
             self._module = C.c_void_p()
 
 
@@ -264,8 +345,8 @@ class Graph:
 
     def close(self) -> None:
         if self._executable:
-            call("cuGraphExecDestroy", self._executable)
-            call("cuGraphDestroy", self._graph)
+            release("cuGraphExecDestroy", self._executable)
+            release("cuGraphDestroy", self._graph)
             self._executable = C.c_void_p()
 
 

@@ -1,0 +1,114 @@
+"""Memory that is not there, and a GPU that fails: clear words, nothing kept, a server that is not ready."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pelton.builder.build import build
+from pelton.engine.artifact import open_engine
+from pelton.engine.config import BuildConfig
+from pelton.engine.cuda.placement import gpu_free
+from pelton.engine.session import Session
+from pelton.errors import ConfigError
+from pelton.kernels.gpu.driver import Device, Memory
+from tests.builder.random_checkpoint import RandomCheckpoint
+from tests.gpu.breaking import BREAK, SESSION
+from tests.gpu.conftest import CONFIG
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_fraction_that_does_not_hold_the_weights_is_refused(engine: tuple[Path, str]) -> None:
+    with pytest.raises(ConfigError, match=r"needs .* for weights and work; .* free on .*, of which 0% may"):
+        Session(engine[0], gpu_memory_fraction=1e-4)
+
+
+def test_memory_that_others_took_is_said(engine: tuple[Path, str]) -> None:
+    device = Device()
+    opened = open_engine(engine[0])
+    free = device.memory()[0]
+    least = free * 0.9 - gpu_free(opened, device, 0.9)
+    fraction = 1.2 * least / free
+    assert gpu_free(opened, device, fraction) > 0
+    others = Memory(free // 2)
+    try:
+        with pytest.raises(ConfigError, match="for weights and work"):
+            Session(opened, gpu_memory_fraction=fraction)
+    finally:
+        others.close()
+
+
+def test_a_cache_that_does_not_fit_is_one_sentence_and_leaves_nothing(engine: tuple[Path, str]) -> None:
+    with Session(engine[0], kv_blocks=16):
+        pass
+    device = Device()
+    before = device.memory()[0]
+    with pytest.raises(
+        ConfigError, match=r"the GPU has no .* GB left: .* are free; use a smaller gpu_memory"
+    ):
+        Session(engine[0], kv_blocks=1 << 30)
+    assert abs(device.memory()[0] - before) < 64 << 20
+    with Session(engine[0], kv_blocks=16):
+        pass
+
+
+class WithTokenizer(RandomCheckpoint):
+    """One that a server can serve: a token a byte."""
+
+    def write_tokenizer(self, directory: Path) -> None:
+        from tests.serving.fake_engine import write_tokenizer
+
+        write_tokenizer(directory, chat_template=False)
+
+
+def ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+    """(status, what was answered)."""
+    request = urllib.request.Request(
+        url,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_gpu_that_fails_ends_what_runs_and_makes_the_server_not_ready(tmp_path: Path) -> None:
+    for module in ("uvicorn", "fastapi", "zmq", "prometheus_client"):
+        pytest.importorskip(module, reason=f"servers need {module}")
+    from tests.serving.running_server import RunningServer
+
+    path = tmp_path / "served.engine"
+    checkpoint = WithTokenizer(CONFIG, quant="bfloat16")
+    build(checkpoint, BuildConfig(target="cuda", max_batch_size=8), output=path, check=False)
+    with RunningServer(path, session=SESSION) as server:
+        completions = server.url + "/v1/completions"
+        assert ask(completions, {"prompt": [5, 6, 7], "max_tokens": 4})[0] == 200
+        assert ask(server.url + "/ready")[0] == 200
+        streamed: list[tuple[int, str]] = []
+        body = {"prompt": [5, 6, 7], "max_tokens": 480, "stream": True, "ignore_eos": True}
+        reader = threading.Thread(target=lambda: streamed.append(ask(completions, body)))
+        reader.start()
+        time.sleep(0.05)
+        status, said = ask(completions, {"prompt": list(BREAK), "max_tokens": 4})
+        assert status == 503, said
+        assert "The executor failed: the GPU failed" in said
+        assert "illegal memory access" in said or "address" in said
+        reader.join(30)
+        for path_of in ("/health", "/ready"):
+            status, told = ask(server.url + path_of)
+            assert status == 503
+            assert "the GPU failed" in told
+        assert ask(completions, {"prompt": [5], "max_tokens": 1})[0] == 503
+        (stream,) = streamed
+        assert "[DONE]" in stream[1]
