@@ -200,6 +200,13 @@ class ExecutorMachine(RuleBasedStateMachine):
         assert not {id(s) for s in running} & {id(s) for s in waiting}
         assert all(s.num_computed == 0 for s in waiting)
         assert all(s.num_computed < s.num_tokens for s in running)
+        seated = [s.seat for s in running]
+        assert len(set(seated)) == len(seated) and min(seated, default=0) >= 0
+        assert all(s.seat == -1 for s in waiting)
+        for s in [*running, *waiting]:
+            assert s.keys is None or len(s.keys._keys) <= s.num_known // executor.kv.block_size, (
+                "a block was named by a token that is not known yet"
+            )
         for g, pool in enumerate(executor.kv.pools):
             pool.check()
             holders: Counter[int] = Counter()

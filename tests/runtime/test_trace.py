@@ -12,7 +12,7 @@ import pytest
 
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.executor import Executor
-from pelton.runtime.scheduler import SchedulerOutput
+from pelton.runtime.scheduled import SchedulerOutput
 from pelton.runtime.trace import Aborted, Added, Event, Recomputed, Stepped, TraceWriter, read_trace
 from tests.runtime.fakes import FakeSession, fake_config
 from tests.runtime.test_executor import make_request

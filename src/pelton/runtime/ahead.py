@@ -4,23 +4,37 @@ While step N runs, step N+1 is scheduled and submitted: a sequence's token that 
 in N+1's ids as a placeholder, which the device replaces. So the device never waits for the host. What the
 host learns late costs at most one step: a sequence that ends with N's token has been computed once more, and
 that result is dropped; its blocks may be given away at once, since the device works in order.
+
+Hot: what every step does to every sequence is done to all seats together; single sequences are only touched
+where something happens to them (a block is full, an answer begins or ends).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pelton.engine.batch_sampling import PendingStep, SamplingInputs
 from pelton.kernels.sampling.reference import uniforms
 from pelton.runtime.input_batch import InputBatchBuilder
 from pelton.runtime.sampler import logits_processor
-from pelton.runtime.scheduler import ScheduledSequence, Scheduler
+from pelton.runtime.scheduled import SchedulerOutput, StepArrays
+from pelton.runtime.seats import (
+    MAX_TOTAL,
+    MIN_TOTAL,
+    NUM_COMPUTED,
+    NUM_PROMPT,
+    NUM_TOKENS,
+    NUM_UNKNOWN,
+    Seats,
+)
 from pelton.runtime.sequence import Sequence
+
+Int32 = npt.NDArray[np.int32]
 
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 
@@ -33,17 +47,20 @@ def needs_host(sequence: Sequence) -> bool:
     return not logits_processor(sequence).is_noop(sequence)
 
 
-def sampling_inputs(sequences: Seq[Sequence]) -> SamplingInputs:
-    """The parameters of each sequence's next token."""
-    params = [q.request.sampling for q in sequences]
-    seeds = np.array([(q.request.seed or 0) & (1 << 64) - 1 for q in sequences], np.uint64)
-    positions = np.array([q.num_tokens for q in sequences], np.int64)
+def sampling_inputs(seats: Seats, seats_N: Int32) -> SamplingInputs:
+    """The parameters of each seat's next token."""
+    temperature_N = seats.temperature_S[seats_N]
+    if temperature_N.any():
+        numbers = uniforms(seats.seed_S[seats_N], seats.counters_CS[NUM_TOKENS, seats_N].astype(np.int64))
+        uniform_N = np.minimum(numbers.astype(np.float32), _BELOW_ONE)
+    else:
+        uniform_N = np.zeros(len(seats_N), np.float32)
     return SamplingInputs(
-        temperature_N=np.array([p.temperature for p in params], np.float32),
-        top_k_N=np.array([p.top_k for p in params], np.int32),
-        top_p_N=np.array([p.top_p for p in params], np.float32),
-        min_p_N=np.array([p.min_p for p in params], np.float32),
-        uniform_N=np.minimum(uniforms(seeds, positions).astype(np.float32), _BELOW_ONE),
+        temperature_N=temperature_N,
+        top_k_N=seats.top_k_S[seats_N],
+        top_p_N=seats.top_p_S[seats_N],
+        min_p_N=seats.min_p_S[seats_N],
+        uniform_N=uniform_N,
     )
 
 
@@ -51,24 +68,42 @@ def sampling_inputs(sequences: Seq[Sequence]) -> SamplingInputs:
 class InFlight:
     """A submitted step."""
 
-    scheduled: Seq[ScheduledSequence]
-    preemptions: Seq[int]
-    """How often each member had been preempted when the step was submitted."""
+    step: StepArrays
+    generation_B: Int32
+    """That of each seat when the step was submitted."""
     pending: PendingStep
 
-    def results(self) -> Iterator[tuple[ScheduledSequence, bool, int | None]]:
-        """Each member, whether it still has the blocks that the step filled, and the token it sampled
-        (None: it did not). Waits."""
-        tokens = iter(self.pending.tokens().tolist())
-        for s, preemptions in zip(self.scheduled, self.preemptions, strict=True):
-            yield s, s.sequence.num_preemptions == preemptions, next(tokens) if s.samples else None
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step in flight has given, its sequences' counters brought up to date."""
+
+    sequences: Seq[Sequence]
+    """Those that sampled."""
+    tokens_N: Int32
+    """Their tokens; -1: the logits are not finite."""
+    special_N: npt.NDArray[np.bool_]
+    """Who has perhaps ended, got its first token, or sits no more: the caller looks at each. Of who sits no
+    more, the token is not yet part of the sequence."""
+    sits_N: npt.NDArray[np.bool_]
 
 
 class Ahead:
     """At most one step in flight on ``session``."""
 
-    def __init__(self, session: Any, scheduler: Scheduler, batches: InputBatchBuilder) -> None:
-        self._session, self._scheduler, self._batches = session, scheduler, batches
+    def __init__(
+        self,
+        session: Any,
+        seats: Seats,
+        batches: InputBatchBuilder,
+        *,
+        block_size: int,
+        windows: bool,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._session, self._seats, self._batches = session, seats, batches
+        self._block_size, self._windows = block_size, windows
+        self._eos = np.array(eos_token_ids, np.int32)[:, None]
         self.in_flight: InFlight | None = None
 
     @property
@@ -81,13 +116,50 @@ class Ahead:
         flight, self.in_flight = self.in_flight, None
         return flight
 
-    def submit(self, scheduled: Seq[ScheduledSequence]) -> None:
+    def submit(self, output: SchedulerOutput) -> None:
         """Start a step; its members' state is as it will be when the step is over."""
-        sampling = [s.sequence for s in scheduled if s.samples]
-        pending = self._session.submit(self._batches.build(scheduled), sampling_inputs(sampling))
-        preemptions = [s.sequence.num_preemptions for s in scheduled]
-        for row, sequence in enumerate(sampling):
-            sequence.expect(-1 - row)
-        for s in scheduled:
-            self._scheduler.advance(s.sequence, s.num_computed + s.num_new)
-        self.in_flight = InFlight(scheduled, preemptions, pending)
+        step, seats = output.arrays().by_seat(), self._seats
+        seats_N = step.seats_B if step.samples_B.all() else step.seats_B[step.samples_B]
+        pending = self._session.submit(self._batches.build(step), sampling_inputs(seats, seats_N))
+        counters = seats.counters_CS
+        num_tokens_N = counters[NUM_TOKENS, seats_N]
+        seats.tokens_SL[seats_N, num_tokens_N] = np.arange(-1, -1 - len(seats_N), -1)
+        counters[NUM_TOKENS, seats_N] = num_tokens_N + 1
+        counters[NUM_UNKNOWN, seats_N] += 1
+        counters[NUM_COMPUTED, step.seats_B] = step.starts_B + step.counts_B
+        self.in_flight = InFlight(step, seats.generation_S[step.seats_B], pending)
+
+    def filled(self, flight: InFlight) -> list[tuple[Sequence, int]]:
+        """Whose blocks a step has filled, or moved a window past, with its tokens computed; of those that
+        still have them."""
+        step, size = flight.step, self._block_size
+        ends_B = step.starts_B + step.counts_B
+        sits_B = self._seats.generation_S[step.seats_B] == flight.generation_B
+        if not self._windows:
+            sits_B &= ends_B // size > step.starts_B // size
+        return [(step.sequences[b], int(ends_B[b])) for b in np.flatnonzero(sits_B).tolist()]
+
+    def collect(self, flight: InFlight) -> Sampled:
+        """Wait for a step and take its tokens in."""
+        step, seats = flight.step, self._seats
+        tokens_N = flight.pending.tokens()
+        sequences, seats_N, generation_N = step.sequences, step.seats_B, flight.generation_B
+        if not step.samples_B.all():
+            rows = np.flatnonzero(step.samples_B)
+            sequences = [sequences[b] for b in rows.tolist()]
+            seats_N, generation_N = seats_N[rows], generation_N[rows]
+        sits_N = seats.generation_S[seats_N] == generation_N
+        counters = seats.counters_CS
+        here, got = (seats_N, tokens_N) if sits_N.all() else (seats_N[sits_N], tokens_N[sits_N])
+        unknown = counters[NUM_UNKNOWN, here]
+        known = counters[NUM_TOKENS, here] - unknown
+        good = got >= 0
+        seats.tokens_SL[here, known] = got
+        counters[NUM_UNKNOWN, here] = unknown - 1
+        known += 1
+        ends = (got == self._eos).any(axis=0) & seats.ends_S[here] & (known >= counters[MIN_TOTAL, here])
+        special = ~good | ends | seats.stops_S[here] | (known >= counters[MAX_TOTAL, here])
+        special |= known == counters[NUM_PROMPT, here] + 1
+        special_N = np.ones(len(seats_N), bool)
+        special_N[sits_N] = special
+        return Sampled(sequences, tokens_N, special_N, sits_N)

@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+
 from pelton.engine.artifact import Engine
 from pelton.engine.batch import ModelSession
 from pelton.engine.memory_monitor import MemoryUse
@@ -24,7 +26,9 @@ from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
 from pelton.runtime.prefix_cache import PrefixKeys, root_key
 from pelton.runtime.request import FinishReason, Request, RequestUpdate, TokenLogprobs
 from pelton.runtime.sampler import Sampled, logits_processor, not_finite, sample, score_prompt
-from pelton.runtime.scheduler import ScheduledSequence, Scheduler
+from pelton.runtime.scheduled import ScheduledSequence, StepArrays
+from pelton.runtime.scheduler import Scheduler
+from pelton.runtime.seats import Seats
 from pelton.runtime.sequence import Sequence
 from pelton.runtime.stats import ExecutorStats, KVGroupStats
 from pelton.runtime.trace import TraceWriter
@@ -66,20 +70,33 @@ class Executor:
             max_seq_len=build.max_seq_len,
             poison=getattr(session, "poison_blocks", None),
         )
+        self.seats = Seats(
+            self.config.max_num_seqs,
+            num_groups=len(model.kv_groups),
+            num_columns=self.kv.num_columns,
+            max_seq_len=build.max_seq_len,
+        )
         self.scheduler = Scheduler(
             self.kv,
+            self.seats,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_logits_rows=self.config.max_logits_rows,
             on_admission=self._admitted,
         )
         self._batches = InputBatchBuilder(
-            num_groups=len(model.kv_groups),
-            block_size=build.block_size,
-            num_columns=self.kv.num_columns,
-            max_num_seqs=self.config.max_num_seqs,
+            self.seats, block_size=build.block_size, max_num_tokens=self.config.max_num_batched_tokens
         )
-        self._ahead = Ahead(session, self.scheduler, self._batches) if trace is None else None
+        self._ahead: Ahead | None = None
+        if trace is None:
+            self._ahead = Ahead(
+                session,
+                self.seats,
+                self._batches,
+                block_size=build.block_size,
+                windows=any(self.kv.windows),
+                eos_token_ids=model.eos_token_ids,
+            )
         """Runs steps ahead of the host, where the session samples by itself."""
         self._sequences: dict[str, Sequence] = {}
         self._host_sampled = 0
@@ -170,7 +187,7 @@ class Executor:
                 return updates + self._step_ahead(self._ahead)
             updates += self._collect(self._ahead)
         output = self.scheduler.schedule()
-        if output.scheduled:
+        if output.num_tokens:
             self._steps += 1
             new = self._run(output.scheduled)
             updates += new
@@ -183,41 +200,49 @@ class Executor:
         """Start the next step, then take what the one before it has sampled."""
         output = self.scheduler.schedule()
         before = ahead.take()
-        if output.scheduled:
-            ahead.submit(output.scheduled)
+        if output.num_tokens:
+            ahead.submit(output)
             self._steps += 1
             self._computed_tokens += output.num_tokens
             self._last_progress = time.monotonic()
-        return self._take(before)
+        return self._take(ahead, before)
 
     def _collect(self, ahead: Ahead) -> list[RequestUpdate]:
         """Wait for the step in flight, if there is one."""
-        return self._take(ahead.take())
+        return self._take(ahead, ahead.take())
 
-    def _take(self, flight: InFlight | None) -> list[RequestUpdate]:
+    def _take(self, ahead: Ahead, flight: InFlight | None) -> list[RequestUpdate]:
         """Commit what a step in flight computed. Who has ended meanwhile is left out."""
-        updates: list[RequestUpdate] = []
-        for s, holds, token in flight.results() if flight is not None else ():
-            sequence = s.sequence
-            if self._sequences.get(sequence.request_id) is not sequence:
-                continue
-            if holds:
-                self.scheduler.settle(sequence, s.num_computed + s.num_new)
-            if token is None:
-                continue
-            if token < 0:
-                updates.append(self._end(sequence, "error", error=not_finite(sequence.num_known - 1)))
-                continue
+        if flight is None:
+            return []
+        sampled = ahead.collect(flight)
+        for sequence, num_computed in ahead.filled(flight):
+            self.scheduler.settle(sequence, num_computed)
+        tokens = sampled.tokens_N.tolist()
+        self._generated_tokens += len(tokens)
+        self._last_progress = time.monotonic()
+        updates: list[RequestUpdate | None] = [
+            RequestUpdate(request_id=sequence.request_id, new_token_ids=(token,))
+            for sequence, token in zip(sampled.sequences, tokens, strict=True)
+        ]
+        for n in np.flatnonzero(sampled.special_N).tolist():
+            updates[n] = self._special(sampled.sequences[n], tokens[n], sits=bool(sampled.sits_N[n]))
+        return [update for update in updates if update is not None]
+
+    def _special(self, sequence: Sequence, token: int, *, sits: bool) -> RequestUpdate | None:
+        """The update of a sequence to which more happened than that it got ``token``."""
+        if self._sequences.get(sequence.request_id) is not sequence:
+            self._generated_tokens -= 1
+            return None
+        if not sits:
             sequence.reveal(token)
-            self._generated_tokens += 1
-            self._last_progress = time.monotonic()
-            sampled = Sampled(token)
-            reason, stop = sequence.finish_reason(token)
-            if reason is None:
-                updates.append(self._update(sequence, sampled))
-            else:
-                updates.append(self._end(sequence, reason, sampled=sampled, stop=stop))
-        return updates
+        if token < 0:
+            self._generated_tokens -= 1
+            return self._end(sequence, "error", error=not_finite(sequence.num_known - 2))
+        reason, stop = sequence.finish_reason(token)
+        if reason is None:
+            return self._update(sequence, Sampled(token))
+        return self._end(sequence, reason, sampled=Sampled(token), stop=stop)
 
     def _run(self, scheduled: Seq[ScheduledSequence], retried: bool = False) -> list[RequestUpdate]:
         """Compute and commit. When the computation raises, each member is tried once more alone, and
@@ -239,7 +264,7 @@ class Executor:
 
     def _compute(self, scheduled: Seq[ScheduledSequence]) -> list[_Result]:
         """Run the session and sample. Changes no sequence."""
-        logits_NV = self.session.run(self._batches.build(scheduled)).logits_NV
+        logits_NV = self.session.run(self._batches.build(StepArrays.of(scheduled))).logits_NV
         ends, row = [], 0
         for s in scheduled:
             row += s.num_rows

@@ -1,15 +1,14 @@
 """From a scheduler's decision to the packed tensors of a step. Hot: numpy over whole steps, no loops
-over tokens."""
+over tokens or sequences."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence as Seq
 
 import numpy as np
 import numpy.typing as npt
 
 from pelton.engine.batch import AttentionMetadata, InputBatch
-from pelton.runtime.scheduler import ScheduledSequence
+from pelton.runtime.scheduled import StepArrays
+from pelton.runtime.seats import NUM_SHARED, Seats
 
 Int32 = npt.NDArray[np.int32]
 
@@ -17,43 +16,42 @@ Int32 = npt.NDArray[np.int32]
 class InputBatchBuilder:
     """Makes an ``InputBatch`` of each step; arrays whose size is known are allocated once."""
 
-    def __init__(self, *, num_groups: int, block_size: int, num_columns: int, max_num_seqs: int) -> None:
-        self._num_groups = num_groups
-        self._block_size = block_size
-        self._tables_GBM: Int32 = np.zeros((num_groups, max_num_seqs, num_columns), np.int32)
+    def __init__(self, seats: Seats, *, block_size: int, max_num_tokens: int) -> None:
+        self._seats = seats
+        self._block_size = np.int32(block_size)
+        self._tables_GBM = np.empty_like(seats.tables_GSM)
+        self._range: Int32 = np.arange(max(max_num_tokens, len(seats.generation_S)) + 1, dtype=np.int32)
+        self._range.flags.writeable = False
 
-    def build(self, scheduled: Seq[ScheduledSequence]) -> InputBatch:
-        """Pack ``scheduled`` in order. The block tables are views, valid until the next call.
+    def build(self, step: StepArrays) -> InputBatch:
+        """Pack ``step`` in its order. The block tables are views, valid until the next call.
 
         Rows of logits come in the same order: each sequence's prompt rows, then its sampled row.
         """
-        num_seqs = len(scheduled)
-        counts_B = np.fromiter((s.num_new for s in scheduled), np.int32, num_seqs)
-        starts_B = np.fromiter((s.num_computed for s in scheduled), np.int32, num_seqs)
-        shared_B = np.fromiter((s.sequence.kv.num_shared_tokens for s in scheduled), np.int32, num_seqs)
-        cu_seqlens = np.zeros(num_seqs + 1, np.int32)
-        np.cumsum(counts_B, out=cu_seqlens[1:])
-        rows_T = np.repeat(np.arange(num_seqs, dtype=np.int32), counts_B)
-        offsets_B = starts_B - cu_seqlens[:-1]
-        positions_T = np.arange(cu_seqlens[-1], dtype=np.int32) + offsets_B[rows_T]
-        input_ids_T = np.concatenate(
-            [s.sequence.tokens[s.num_computed : s.num_computed + s.num_new] for s in scheduled]
-        )
-        logits_indices_N = np.fromiter(
-            (row for b, s in enumerate(scheduled) for row in _logits_rows(s, int(offsets_B[b]))), np.int32
-        )
-        seq_lens_B = starts_B + counts_B
-        columns_T, places_T = np.divmod(positions_T, np.int32(self._block_size))
-        shared_T = positions_T < shared_B[rows_T]
+        seats, seats_B, starts_B = self._seats, step.seats_B, step.starts_B
+        num_seqs = len(seats_B)
+        shared_B = seats.counters_CS[NUM_SHARED, seats_B]
+        seq_lens_B = starts_B + step.counts_B
+        if (step.counts_B == 1).all():
+            cu_seqlens, positions_T = self._range[: num_seqs + 1], starts_B
+            seats_T, shared_T = seats_B, shared_B
+        else:
+            cu_seqlens = np.zeros(num_seqs + 1, np.int32)
+            np.cumsum(step.counts_B, out=cu_seqlens[1:])
+            positions_T = self._range[: cu_seqlens[-1]] + np.repeat(starts_B - cu_seqlens[:-1], step.counts_B)
+            seats_T, shared_T = np.repeat(seats_B, step.counts_B), np.repeat(shared_B, step.counts_B)
+        columns_T, places_T = np.divmod(positions_T, self._block_size)
+        is_shared_T = positions_T < shared_T
+        in_place = bool(seats_B[0] == 0 and (seats_B == self._range[:num_seqs]).all())
         groups = []
-        for g in range(self._num_groups):
-            table_BM = self._tables_GBM[g, :num_seqs]
-            for b, s in enumerate(scheduled):
-                table_BM[b] = s.sequence.kv.tables[g].blocks
-            slots_T = table_BM[rows_T, columns_T] * np.int32(self._block_size) + places_T
+        for g, tables_SM in enumerate(seats.tables_GSM):
+            slots_T = tables_SM[seats_T, columns_T] * self._block_size + places_T
             # A token found in the prefix cache and computed again only for its logits: its KV is
             # there, perhaps shared with others, and is not written again.
-            slots_T[shared_T] = -1
+            slots_T[is_shared_T] = -1
+            table_BM = tables_SM[:num_seqs]
+            if not in_place:
+                table_BM = np.take(tables_SM, seats_B, axis=0, out=self._tables_GBM[g, :num_seqs])
             groups.append(
                 AttentionMetadata(
                     slot_mapping_T=slots_T,
@@ -63,16 +61,24 @@ class InputBatchBuilder:
                 )
             )
         return InputBatch(
-            input_ids_T=input_ids_T,
+            input_ids_T=seats.tokens_SL[seats_T, positions_T],
             positions_T=positions_T,
             groups=tuple(groups),
-            logits_indices_N=logits_indices_N,
+            logits_indices_N=_logits_rows(step, cu_seqlens),
         )
 
 
-def _logits_rows(s: ScheduledSequence, offset: int) -> list[int]:
-    """Rows of T of one sequence's logits; ``offset`` is position minus row."""
-    rows = list(range(s.first_prompt_row - offset, s.last_prompt_row - offset))
-    if s.samples:
-        rows.append(s.num_computed + s.num_new - 1 - offset)
-    return rows
+def _logits_rows(step: StepArrays, cu_seqlens: Int32) -> Int32:
+    """Rows of T whose logits are wanted."""
+    last_B = cu_seqlens[1:] - np.int32(1)
+    if step.prompt_rows is None:
+        return last_B if step.samples_B.all() else last_B[step.samples_B]
+    rows: list[int] = []
+    offsets = (step.starts_B - cu_seqlens[:-1]).tolist()  # position minus row
+    for (first, end), offset, last, samples in zip(
+        step.prompt_rows, offsets, last_B.tolist(), step.samples_B.tolist(), strict=True
+    ):
+        rows += range(first - offset, end - offset)
+        if samples:
+            rows.append(last)
+    return np.array(rows, np.int32)

@@ -37,14 +37,12 @@ class BlockTable:
 class SequenceKV:
     """A sequence's place in the KV cache: one table per group, and how far its blocks are indexed."""
 
-    __slots__ = ("num_indexed_blocks", "num_shared_tokens", "tables")
+    __slots__ = ("num_indexed_blocks", "tables")
 
     def __init__(self, num_groups: int, num_columns: int) -> None:
         self.tables = tuple(BlockTable(num_columns) for _ in range(num_groups))
         self.num_indexed_blocks = 0
         """Leading blocks already offered to the prefix cache."""
-        self.num_shared_tokens = 0
-        """Leading tokens whose KV was found in the cache: it is never written again."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,6 @@ class KVCacheManager:
             pool.acquire(ids)
             table.start, table.stop = first, first + len(ids)
             table.blocks[first : table.stop] = ids
-        sequence.num_shared_tokens = hit.num_tokens
         sequence.num_indexed_blocks = hit.num_tokens // self.block_size
 
     def allocate(self, sequence: SequenceKV, num_tokens: int) -> bool:
@@ -200,7 +197,7 @@ class KVCacheManager:
             pool.release(reversed(table.held()))
             table.blocks[:] = 0
             table.start = table.stop = 0
-        sequence.num_indexed_blocks = sequence.num_shared_tokens = 0
+        sequence.num_indexed_blocks = 0
 
     def reset_prefix_cache(self) -> None:
         for pool in self.pools:

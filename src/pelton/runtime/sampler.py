@@ -13,7 +13,7 @@ from pelton.kernels.sampling import log_softmax_topk
 from pelton.kernels.sampling import sample as sample_kernel
 from pelton.runtime.logits import LogitsProcessor
 from pelton.runtime.request import TokenLogprobs
-from pelton.runtime.scheduler import ScheduledSequence
+from pelton.runtime.scheduled import ScheduledSequence
 from pelton.runtime.sequence import Sequence
 
 Float32 = npt.NDArray[np.float32]

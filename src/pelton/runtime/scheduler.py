@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import numpy as np
 
 from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
+from pelton.runtime.scheduled import Int32, ScheduledSequence, SchedulerOutput
+from pelton.runtime.seats import CAPACITY, MAX_TOTAL, NUM_COMPUTED, NUM_TOKENS, NUM_UNKNOWN, Seats
 from pelton.runtime.sequence import Sequence
 
 # The algorithm. There is no prefill and no decode phase: each sequence has num_tokens tokens, of
@@ -27,37 +30,11 @@ from pelton.runtime.sequence import Sequence
 #    it finds that block in the cache (n answers to one prompt compute the prompt once).
 # 4. Rows of logits are limited too (the engine sizes their buffer): one is kept for each running
 #    sequence, and chunks of prompts whose log-probabilities are wanted share the rest.
+# 5. Most steps are mostly decoding, and the order begins with it: the sequences in front that lack one token
+#    each are handled together (``_decodes``), by the same rules and up to the first that is a special case.
 #
 # Nothing starves: the first sequence in the order advances in every step (it can preempt all others,
 # and ``add`` refuses what does not fit alone), and a sequence's place is never given away.
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """``num_new`` tokens of ``sequence`` from ``num_computed`` on, and rows of logits wanted of them."""
-
-    sequence: Sequence
-    num_computed: int
-    num_new: int
-    first_prompt_row: int
-    """Positions ``first_prompt_row`` .. ``last_prompt_row`` - 1 are scored for prompt log-probabilities."""
-    last_prompt_row: int
-    samples: bool
-    """The chunk reaches the sequence's end: its last row gives the next token."""
-
-    @property
-    def num_rows(self) -> int:
-        return self.last_prompt_row - self.first_prompt_row + self.samples
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step."""
-
-    scheduled: tuple[ScheduledSequence, ...]
-    num_tokens: int
-    preempted: tuple[str, ...]
-    """Ids of requests that lost their blocks."""
 
 
 class Scheduler:
@@ -66,6 +43,7 @@ class Scheduler:
     def __init__(
         self,
         kv: KVCacheManager,
+        seats: Seats,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -74,6 +52,7 @@ class Scheduler:
     ) -> None:
         assert max_logits_rows >= max_num_seqs
         self.kv = kv
+        self.seats = seats
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_logits_rows = max_logits_rows
@@ -83,6 +62,8 @@ class Scheduler:
         self._on_admission = on_admission
         self._preempted: list[str] = []
         self._keys_in_step: set[bytes] = set()
+        self._running_seats: Int32 | None = None
+        """Seats of ``running``, None after a change."""
 
     @property
     def has_work(self) -> bool:
@@ -98,14 +79,24 @@ class Scheduler:
             if i < len(queue) and queue[i] is sequence:
                 del queue[i]
                 break
+        self._unseat(sequence)
+
+    def _unseat(self, sequence: Sequence) -> None:
         self.kv.free(sequence.kv)
+        if sequence.seat >= 0:
+            self.seats.leave(sequence)
+            self._running_seats = None
+        sequence.num_computed = sequence.num_shared_tokens = sequence.capacity = 0
 
     def schedule(self) -> SchedulerOutput:
         """Decide one step and allocate its blocks."""
         self._preempted = []
         self._keys_in_step = set()
-        scheduled: list[ScheduledSequence] = []
-        budget, rows, i, admitting = self.max_num_batched_tokens, self.max_logits_rows, 0, True
+        chunks: list[ScheduledSequence] = []
+        decoding, seats, i = self._decodes()
+        budget, rows, admitting = self.max_num_batched_tokens, self.max_logits_rows, True
+        budget -= len(decoding)
+        rows -= len(decoding)
         while budget > 0:
             runner = self.running[i] if i < len(self.running) else None
             waiter = self.waiting[0] if self.waiting and admitting else None
@@ -121,15 +112,59 @@ class Scheduler:
                 continue
             chunk = self._chunk(runner, i, budget, rows)
             if chunk is not None:
-                scheduled.append(chunk)
-                self._note_keys(chunk)
+                chunks.append(chunk)
+                self._note_keys(runner, chunk.num_computed, chunk.num_new)
                 budget -= chunk.num_new
                 rows -= chunk.num_rows
             if chunk is None or self._preempted:
                 admitting = False  # blocks are short: whoever is admitted now would be preempted next
             i += 1
-        num_tokens = self.max_num_batched_tokens - budget
-        return SchedulerOutput(tuple(scheduled), num_tokens, tuple(self._preempted))
+        return SchedulerOutput(
+            decoding=decoding,
+            decoding_seats=seats,
+            decoding_starts=self.seats.counters_CS[NUM_COMPUTED, seats],
+            chunks=tuple(chunks),
+            num_tokens=self.max_num_batched_tokens - budget,
+            preempted=tuple(self._preempted),
+        )
+
+    def _decodes(self) -> tuple[list[Sequence], Int32, int]:
+        """The sequences in front that get one token each, with their seats, and how many of ``running`` are
+        dealt with."""
+        if self._running_seats is None:
+            self._running_seats = np.fromiter((q.seat for q in self.running), np.int32, len(self.running))
+        seats = self._running_seats
+        if self.waiting:
+            seats = seats[: bisect.bisect_left(self.running, self.waiting[0].order, key=_order)]
+        counters, size = self.seats.counters_CS, self.kv.block_size
+        tokens, computed = counters[NUM_TOKENS, seats], counters[NUM_COMPUTED, seats]
+        special = (tokens - computed != 1) | ~self.seats.plain_S[seats]
+        n = int(special.argmax()) if special.any() else len(seats)
+        # Who has all its tokens sits out: its last one is being sampled.
+        chosen = np.flatnonzero(tokens[:n] < counters[MAX_TOTAL, seats[:n]])
+        if len(chosen) >= self.max_num_batched_tokens:
+            chosen = chosen[: self.max_num_batched_tokens]
+            n = int(chosen[-1]) + 1
+        for i in chosen[tokens[chosen] > counters[CAPACITY, seats[chosen]]].tolist():
+            if not self._allocate(self.running[i], int(tokens[i])):
+                n = i  # it takes blocks from others, or sits out
+                chosen = chosen[chosen < n]
+                break
+        fills = (tokens[chosen] % size == 0) & (counters[NUM_UNKNOWN, seats[chosen]] == 0)
+        for i in chosen[fills].tolist():
+            self._note_keys(self.running[i], int(computed[i]), 1)
+        if len(chosen) == len(self.running):
+            return self.running.copy(), seats, n
+        running = self.running
+        return [running[i] for i in chosen.tolist()], seats[chosen], n
+
+    def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Room for the first ``num_tokens`` tokens; False: blocks are short."""
+        if num_tokens > sequence.capacity:
+            if not self.kv.allocate(sequence.kv, num_tokens):
+                return False
+            sequence.capacity = sequence.kv.tables[0].stop * self.kv.block_size
+        return True
 
     def _chunk(self, sequence: Sequence, i: int, budget: int, rows: int) -> ScheduledSequence | None:
         """Allocate and describe the chunk of ``self.running[i]``; None when it must sit the step out."""
@@ -141,7 +176,7 @@ class Scheduler:
             first_row = max(start, len(sequence.prompt_logprobs) - 1)
             spare_rows = rows - (len(self.running) - i - 1)
             num_new = min(num_new, first_row - start + max(1, spare_rows))
-        while not self.kv.allocate(sequence.kv, start + num_new):
+        while not self._allocate(sequence, start + num_new):
             if i + 1 < len(self.running):
                 self._preempt(self.running[-1])
             elif num_new > 1:
@@ -151,6 +186,8 @@ class Scheduler:
         end = start + num_new
         if sequence.prompt_rows_wanted:
             last_row = max(first_row, min(end, sequence.prompt_rows_wanted))
+        else:
+            self.seats.plain_S[sequence.seat] = True
         return ScheduledSequence(sequence, start, num_new, first_row, last_row, end == sequence.num_tokens)
 
     def _admit(self, sequence: Sequence, i: int, rows: int) -> bool:
@@ -160,7 +197,7 @@ class Scheduler:
         if keys is None or sequence.prompt_rows_wanted:
             hit = self.kv.no_hit
         else:
-            full = sequence.num_tokens // self.kv.block_size
+            full = sequence.num_known // self.kv.block_size
             full_keys = keys.upto(sequence.tokens, full)[:full]
             hit = self.kv.find_prefix(full_keys, sequence.num_tokens)
             missing = hit.num_tokens // self.kv.block_size
@@ -176,24 +213,26 @@ class Scheduler:
         assert self.waiting[0] is sequence
         del self.waiting[0]
         self.running.insert(i, sequence)
+        self.seats.take(sequence)
+        self._running_seats = None
         self.kv.adopt(sequence.kv, hit)
+        sequence.num_shared_tokens = sequence.capacity = hit.num_tokens
         sequence.num_computed = min(hit.num_tokens, sequence.num_tokens - 1)
         self._on_admission(sequence, hit)
         return True
 
-    def _note_keys(self, chunk: ScheduledSequence) -> None:
+    def _note_keys(self, sequence: Sequence, num_computed: int, num_new: int) -> None:
         """Remember which blocks of prefix the step fills."""
-        keys, size = chunk.sequence.keys, self.kv.block_size
-        first = chunk.num_computed // size
-        last = min(chunk.num_computed + chunk.num_new, chunk.sequence.num_known) // size
+        keys, size = sequence.keys, self.kv.block_size
+        first = num_computed // size
+        last = min(num_computed + num_new, sequence.num_known) // size
         if keys is not None and last > first:
-            self._keys_in_step.update(keys.upto(chunk.sequence.tokens, last)[first:last])
+            self._keys_in_step.update(keys.upto(sequence.tokens, last)[first:last])
 
     def _preempt(self, victim: Sequence) -> None:
         assert self.running[-1] is victim
         self.running.pop()
-        self.kv.free(victim.kv)
-        victim.num_computed = 0
+        self._unseat(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._preempted.append(victim.request_id)
@@ -206,12 +245,8 @@ class Scheduler:
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
         """A step has computed the KV of the first ``num_computed`` tokens."""
-        self.advance(sequence, num_computed)
-        self.settle(sequence, num_computed)
-
-    def advance(self, sequence: Sequence, num_computed: int) -> None:
-        """A step that will compute the first ``num_computed`` tokens is on its way."""
         sequence.num_computed = num_computed
+        self.settle(sequence, num_computed)
 
     def settle(self, sequence: Sequence, num_computed: int) -> None:
         """The KV of the first ``num_computed`` tokens, all known, is there: index and release blocks."""

@@ -1,4 +1,8 @@
-"""Sequence: a request's state inside the executor."""
+"""Sequence: a request's state inside the executor.
+
+Its counters are numbers of a small array, its own or a part of the ``Seats``: single sequences are changed
+here, hundreds at once there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,30 @@ import numpy.typing as npt
 from pelton.runtime.kv_cache import SequenceKV
 from pelton.runtime.prefix_cache import PrefixKeys
 from pelton.runtime.request import FinishReason, Request, TokenLogprobs
+from pelton.runtime.seats import (
+    CAPACITY,
+    MAX_TOTAL,
+    MIN_TOTAL,
+    NUM_COMPUTED,
+    NUM_COUNTERS,
+    NUM_PROMPT,
+    NUM_SHARED,
+    NUM_TOKENS,
+    NUM_UNKNOWN,
+)
+
+
+class _Counter:
+    """One of a sequence's counters as an attribute."""
+
+    def __init__(self, row: int) -> None:
+        self._row = row
+
+    def __get__(self, sequence: Sequence, owner: type) -> int:
+        return int(sequence.counters[self._row])
+
+    def __set__(self, sequence: Sequence, value: int) -> None:
+        sequence.counters[self._row] = value
 
 
 class Sequence:
@@ -18,23 +46,34 @@ class Sequence:
     """
 
     __slots__ = (
+        "counters",
         "eos_token_ids",
         "keys",
         "kv",
         "max_tokens",
         "num_cached_tokens",
-        "num_computed",
         "num_preemptions",
-        "num_tokens",
-        "num_unknown",
         "order",
         "processor",
         "prompt_logprobs",
         "prompt_logprobs_sent",
         "queue_time",
         "request",
+        "request_id",
+        "seat",
         "tokens",
     )
+
+    num_tokens = _Counter(NUM_TOKENS)
+    """Tokens it has, known or not."""
+    num_unknown = _Counter(NUM_UNKNOWN)
+    """Last tokens that are placeholders: steps in flight are still sampling them."""
+    num_computed = _Counter(NUM_COMPUTED)
+    num_prompt_tokens = _Counter(NUM_PROMPT)
+    capacity = _Counter(CAPACITY)
+    """Tokens that its blocks have room for."""
+    num_shared_tokens = _Counter(NUM_SHARED)
+    """Leading tokens whose KV was found in the prefix cache: it is never written again."""
 
     def __init__(
         self,
@@ -48,16 +87,19 @@ class Sequence:
     ) -> None:
         prompt = request.prompt_token_ids
         self.request = request
+        self.request_id = request.request_id
+        self.seat = -1
+        """Its place in the ``Seats`` while it runs."""
+        self.counters: npt.NDArray[np.int32] = np.zeros(NUM_COUNTERS, np.int32)
         self.max_tokens = max_tokens
         self.eos_token_ids = eos_token_ids
         self.order = (request.priority, request.arrival_time, arrival_index)
         """Priority, then arrival: smaller runs first. Unique, and kept through preemption."""
         self.tokens: npt.NDArray[np.int32] = np.empty(len(prompt) + max_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
-        self.num_tokens = len(prompt)
-        self.num_unknown = 0
-        """Last tokens that are placeholders: steps in flight are still sampling them."""
-        self.num_computed = 0
+        self.num_tokens = self.num_prompt_tokens = len(prompt)
+        self.counters[MAX_TOTAL] = len(prompt) + max_tokens
+        self.counters[MIN_TOTAL] = len(prompt) + request.sampling.min_tokens
         self.kv = kv
         self.keys = keys
         """None: this request neither reads the prefix cache nor adds to it."""
@@ -72,14 +114,6 @@ class Sequence:
         self.prompt_logprobs_sent = False
         self.processor: object | None = None
         """Its ``runtime.logits.LogitsProcessor``, once made."""
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import TextIO
 import msgspec
 
 from pelton.runtime.request import Request, RequestUpdate
-from pelton.runtime.scheduler import SchedulerOutput
+from pelton.runtime.scheduled import SchedulerOutput
 
 
 class Added(msgspec.Struct, frozen=True, tag="add"):

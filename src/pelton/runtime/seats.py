@@ -1,0 +1,83 @@
+"""Seats: the state of all running sequences as arrays, so that a step of hundreds of them is a few vector
+operations. Hot.
+
+A waiting sequence keeps its counters and tokens itself. When it is admitted it takes a seat: from then on
+its ``counters`` and ``tokens`` are views of these arrays, and so is each group's block table. There is one
+truth, and either side may change it. The lowest free seat is given first: under load seats have no holes, and
+a step in the order of seats finds its block tables as they lie here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from pelton.runtime.sequence import Sequence
+
+Int32 = npt.NDArray[np.int32]
+
+#: Rows of ``counters``; ``Sequence`` says what each is.
+NUM_TOKENS, NUM_UNKNOWN, NUM_COMPUTED, NUM_PROMPT, MAX_TOTAL, MIN_TOTAL, CAPACITY, NUM_SHARED = range(8)
+NUM_COUNTERS = 8
+
+
+class Seats:
+    """``num_seats`` of them, for sequences of at most ``max_seq_len`` tokens. S seats, M columns."""
+
+    def __init__(self, num_seats: int, *, num_groups: int, num_columns: int, max_seq_len: int) -> None:
+        self.counters_CS: Int32 = np.zeros((NUM_COUNTERS, num_seats), np.int32)
+        self.tokens_SL: Int32 = np.zeros((num_seats, max_seq_len), np.int32)
+        """Untouched memory costs nothing: what is taken is what sequences use."""
+        self.tables_GSM: Int32 = np.zeros((num_groups, num_seats, num_columns), np.int32)
+        self.generation_S: Int32 = np.zeros(num_seats, np.int32)
+        """How often a seat has been left: while it stays, the sequence sits and has its blocks."""
+        self.temperature_S = np.zeros(num_seats, np.float32)
+        self.top_k_S: Int32 = np.zeros(num_seats, np.int32)
+        self.top_p_S = np.ones(num_seats, np.float32)
+        self.min_p_S = np.zeros(num_seats, np.float32)
+        self.seed_S = np.zeros(num_seats, np.uint64)
+        self.stops_S = np.zeros(num_seats, bool)
+        """Whether the sequence has stop token ids."""
+        self.ends_S = np.zeros(num_seats, bool)
+        """Whether an end-of-sequence token ends it."""
+        self.plain_S = np.zeros(num_seats, bool)
+        """Whether it wants no rows of logits but its last."""
+        self._free = list(range(num_seats))
+
+    def take(self, sequence: Sequence) -> None:
+        """Seat a sequence that holds no blocks."""
+        seat = heapq.heappop(self._free)
+        sequence.seat = seat
+        counters, tokens = sequence.counters, sequence.tokens
+        sequence.counters = self.counters_CS[:, seat]
+        sequence.counters[:] = counters
+        sequence.tokens = self.tokens_SL[seat, : len(tokens)]
+        sequence.tokens[: sequence.num_tokens] = tokens[: sequence.num_tokens]
+        for g, table in enumerate(sequence.kv.tables):
+            table.blocks = self.tables_GSM[g, seat]
+        params = sequence.request.sampling
+        self.temperature_S[seat] = params.temperature
+        self.top_k_S[seat] = params.top_k
+        self.top_p_S[seat] = params.top_p
+        self.min_p_S[seat] = params.min_p
+        self.seed_S[seat] = (sequence.request.seed or 0) & (1 << 64) - 1
+        self.stops_S[seat] = bool(params.stop_token_ids)
+        self.ends_S[seat] = not params.ignore_eos
+        self.plain_S[seat] = params.prompt_logprobs is None
+
+    def leave(self, sequence: Sequence) -> None:
+        """Give the seat of a sequence back, whose blocks are free already."""
+        seat = sequence.seat
+        assert seat >= 0
+        sequence.counters = sequence.counters.copy()
+        sequence.tokens = sequence.tokens.copy()
+        for table in sequence.kv.tables:
+            assert table.stop == 0
+            table.blocks = table.blocks[:0]
+        self.generation_S[seat] += 1
+        heapq.heappush(self._free, seat)
+        sequence.seat = -1
