@@ -138,7 +138,13 @@ def throughput(session: pelton.Session, requests: int, prompt: int, answer: int)
         steps += 1
     seconds = time.perf_counter() - start
     assert tokens == requests * answer, tokens
-    print(f"  {requests} requests: {steps} steps, {1e3 * seconds / steps:.2f} ms each", flush=True)
+    host = executor.stats().host_time
+    assert host is not None
+    print(
+        f"  {requests} requests: {steps} steps, {1e3 * seconds / steps:.2f} ms each; host time per step: "
+        f"median {1e6 * host.median:.0f} us, 99 % below {1e6 * host.p99:.0f} us",
+        flush=True,
+    )
     return tokens / seconds
 
 

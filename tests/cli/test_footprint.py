@@ -120,6 +120,7 @@ def test_bench_json_has_every_measure(run: Run, fake_engine: Path) -> None:
     record = json.loads(result.out)
     assert record["decode_batch_1"]["ms_per_step"] > 0
     assert record["decode_batch_8"]["tokens_per_second"] > 0
+    assert 0 < record["host_step"]["ms"] <= record["host_step"]["p99_ms"]
     assert "prefill is left out" in result.err  # the fake engine takes 255 tokens
 
 

@@ -90,6 +90,7 @@ def test_metrics_count_requests_and_tokens(fake_engine: Path) -> None:
 
         assert eventually(lambda: metrics()["pelton_generated_tokens_total"] == 15)
         seen = metrics()
+        assert seen['pelton_host_step_seconds{quantile="0.5"}'] > 0
         assert seen["pelton_prompt_tokens_total"] == 120
         assert seen["pelton_prefix_cache_hit_tokens_total"] == 64
         assert seen["pelton_requests_running"] == seen["pelton_requests_waiting"] == 0

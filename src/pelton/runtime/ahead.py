@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from pelton.engine.batch_sampling import PendingStep, SamplingInputs
 from pelton.kernels.sampling.reference import uniforms
+from pelton.runtime.host_time import HostClock
 from pelton.runtime.input_batch import InputBatchBuilder
 from pelton.runtime.sampler import logits_processor
 from pelton.runtime.scheduled import SchedulerOutput, StepArrays
@@ -100,9 +101,10 @@ class Ahead:
         block_size: int,
         windows: bool,
         eos_token_ids: tuple[int, ...],
+        clock: HostClock,
     ) -> None:
         self._session, self._seats, self._batches = session, seats, batches
-        self._block_size, self._windows = block_size, windows
+        self._block_size, self._windows, self._clock = block_size, windows, clock
         self._eos = np.array(eos_token_ids, np.int32)[:, None]
         self.in_flight: InFlight | None = None
 
@@ -142,7 +144,8 @@ class Ahead:
     def collect(self, flight: InFlight) -> Sampled:
         """Wait for a step and take its tokens in."""
         step, seats = flight.step, self._seats
-        tokens_N = flight.pending.tokens()
+        with self._clock.waiting():
+            tokens_N = flight.pending.tokens()
         sequences, seats_N, generation_N = step.sequences, step.seats_B, flight.generation_B
         if not step.samples_B.all():
             rows = np.flatnonzero(step.samples_B)

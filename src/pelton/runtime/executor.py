@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,12 +20,14 @@ from pelton.engine.memory_monitor import MemoryUse
 from pelton.errors import DeviceError, EngineError, NotReadyError, QueueFullError, RequestError
 from pelton.runtime.ahead import Ahead, InFlight, needs_host
 from pelton.runtime.config import ExecutorConfig
+from pelton.runtime.host_step import Computed, compute
+from pelton.runtime.host_time import HostClock, HostTime
 from pelton.runtime.input_batch import InputBatchBuilder
 from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
 from pelton.runtime.prefix_cache import PrefixKeys, root_key
-from pelton.runtime.request import FinishReason, Request, RequestUpdate, TokenLogprobs
-from pelton.runtime.sampler import Sampled, logits_processor, not_finite, sample, score_prompt
-from pelton.runtime.scheduled import ScheduledSequence, StepArrays
+from pelton.runtime.request import FinishReason, Request, RequestUpdate
+from pelton.runtime.sampler import Sampled, logits_processor, not_finite
+from pelton.runtime.scheduled import ScheduledSequence
 from pelton.runtime.scheduler import Scheduler
 from pelton.runtime.seats import Seats
 from pelton.runtime.sequence import Sequence
@@ -34,15 +35,6 @@ from pelton.runtime.stats import ExecutorStats, KVGroupStats
 from pelton.runtime.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What a step computed for one sequence; nothing is committed yet."""
-
-    prompt_logprobs: tuple[TokenLogprobs, ...]
-    sampled: Sampled | None
-    error: str | None
 
 
 class Executor:
@@ -87,6 +79,7 @@ class Executor:
         self._batches = InputBatchBuilder(
             self.seats, block_size=build.block_size, max_num_tokens=self.config.max_num_batched_tokens
         )
+        self._clock = HostClock()
         self._ahead: Ahead | None = None
         if trace is None:
             self._ahead = Ahead(
@@ -96,6 +89,7 @@ class Executor:
                 block_size=build.block_size,
                 windows=any(self.kv.windows),
                 eos_token_ids=model.eos_token_ids,
+                clock=self._clock,
             )
         """Runs steps ahead of the host, where the session samples by itself."""
         self._sequences: dict[str, Sequence] = {}
@@ -108,8 +102,9 @@ class Executor:
         self._computed_tokens = self._generated_tokens = 0
         self._finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._last_progress = time.monotonic()
-        self._memory_due = 0.0
+        self._dear_due = 0.0
         self._memory_use: MemoryUse | None = None
+        self._host_time: HostTime | None = None
 
     @property
     def max_request_tokens(self) -> int:
@@ -181,6 +176,10 @@ class Executor:
 
     def step(self) -> list[RequestUpdate]:
         """Run one step; the updates of the requests that got tokens or ended."""
+        with self._clock.step():
+            return self._step()
+
+    def _step(self) -> list[RequestUpdate]:
         updates, self._ended = self._ended, []
         if self._ahead is not None and self._ahead.available:
             if not self._host_sampled:
@@ -249,7 +248,7 @@ class Executor:
         those that fail again end with an error: nothing of a failed run was committed, and what it
         may have written lies in its own members' blocks."""
         try:
-            results = self._compute(scheduled)
+            results = compute(self.session, self._batches, scheduled, self._clock)
         except DeviceError:
             raise  # nothing on the device can be trusted, so no other request would fare better
         except Exception as error:
@@ -262,29 +261,7 @@ class Executor:
         updates = [self._commit(s, r) for s, r in zip(scheduled, results, strict=True)]
         return [update for update in updates if update is not None]
 
-    def _compute(self, scheduled: Seq[ScheduledSequence]) -> list[_Result]:
-        """Run the session and sample. Changes no sequence."""
-        logits_NV = self.session.run(self._batches.build(StepArrays.of(scheduled))).logits_NV
-        ends, row = [], 0
-        for s in scheduled:
-            row += s.num_rows
-            ends.append(row)
-        sampling = [(end - 1, s.sequence) for end, s in zip(ends, scheduled, strict=True) if s.samples]
-        sampled: dict[int, Sampled] = {}
-        if sampling:
-            rows = [i for i, _ in sampling]
-            logits_SV = logits_NV if len(rows) == len(logits_NV) else logits_NV[rows]
-            sampled = dict(zip(rows, sample(logits_SV, [q for _, q in sampling]), strict=True))
-        results = []
-        for end, s in zip(ends, scheduled, strict=True):
-            prompt: list[TokenLogprobs] = []
-            error: str | None = None
-            if s.last_prompt_row > s.first_prompt_row:
-                prompt, error = score_prompt(s, logits_NV[end - s.num_rows : end - s.samples])
-            results.append(_Result(tuple(prompt), sampled[end - 1] if s.samples else None, error))
-        return results
-
-    def _commit(self, s: ScheduledSequence, result: _Result) -> RequestUpdate | None:
+    def _commit(self, s: ScheduledSequence, result: Computed) -> RequestUpdate | None:
         """Make a step's result part of its sequence; the update for the front end, if any."""
         sequence, sampled = s.sequence, result.sampled
         error = result.error or (sampled.error if sampled is not None else None)
@@ -377,9 +354,15 @@ class Executor:
 
     def stats(self) -> ExecutorStats:
         """A snapshot; cheap."""
+        now = time.monotonic()
         if not self.has_work:
-            self._last_progress = time.monotonic()
-        idle = time.monotonic() - self._last_progress
+            self._last_progress = now
+        if now >= self._dear_due:  # these cost more than a step's other counters together
+            self._dear_due = now + 1.0
+            self._memory_use = getattr(self.session, "memory", None)
+            self._host_time = None
+        if self._host_time is None:
+            self._host_time = self._clock.last
         return ExecutorStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -398,19 +381,13 @@ class Executor:
             computed_tokens=self._computed_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self.scheduler.num_preemptions,
-            memory=self._memory(),
+            memory=self._memory_use,
+            host_time=self._host_time,
             weight_epoch=int(getattr(self.session, "weight_epoch", 0)),
             finished=dict(self._finished),
             last_progress_time=self._last_progress,
-            stuck=self.has_work and idle > self.config.watchdog_seconds,
+            stuck=self.has_work and now - self._last_progress > self.config.watchdog_seconds,
         )
-
-    def _memory(self) -> MemoryUse | None:
-        now = time.monotonic()
-        if now >= self._memory_due:
-            self._memory_due = now + 1.0  # reading it costs more than a step's other counters together
-            self._memory_use = getattr(self.session, "memory", None)
-        return self._memory_use
 
     def close(self) -> None:
         """Abort everything in flight; idempotent. The session stays open."""

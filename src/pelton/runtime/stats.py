@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pelton.engine.memory_monitor import MemoryUse
+from pelton.runtime.host_time import HostTime
 
 
 class KVGroupStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +36,8 @@ class ExecutorStats(msgspec.Struct, frozen=True, kw_only=True):
     """How often the weights have been replaced."""
     memory: MemoryUse | None = None
     """The session's plan beside what its process uses, up to a second old; None: it does not say."""
+    host_time: HostTime | None = None
+    """Of a step, waiting for the device left out, up to a second old; None: no step yet."""
     finished: dict[str, int]
     """Requests ended, by finish reason."""
     last_progress_time: float

@@ -30,7 +30,9 @@ Examples:
   pelton bench model.engine --threads 2 --rounds 5 --json
 
 Prompts are random token ids and answers greedy, without end token; medians over --rounds. Times
-include scheduling, sampling and detokenising. start is a whole new process: pelton run, one token.""",
+include scheduling, sampling and detokenising. host step is the host's part of a step, median and
+99th percentile: scheduling, packing, sampling where the host does it. start is a whole new process:
+pelton run, one token.""",
 )
 @model_argument
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1, 100), help="Repetitions.")
@@ -74,6 +76,8 @@ def bench(
             }
         else:
             notify(f"prefill is left out: the engine's max_input_len is below {PREFILL_TOKENS}.")
+        if (host := llm.stats().host_time) is not None:
+            results["host_step"] = {"ms": host.median * 1e3, "p99_ms": host.p99 * 1e3}
     if not no_start:
         results["start"] = {
             "ms": 1e3 * statistics.median(_start(model, config, trust) for _ in range(rounds))
@@ -136,5 +140,7 @@ def _print(results: dict[str, Any]) -> None:
         milliseconds = values.get("ms", values.get("ms_per_step"))
         unit = "ms/step" if "ms_per_step" in values else "ms"
         rate = f"{values['tokens_per_second']:.1f} tokens/s" if "tokens_per_second" in values else ""
+        if "p99_ms" in values:
+            rate = f"99 % below {values['p99_ms']:.2f} ms"
         rows.append((name.replace("_", " "), f"{milliseconds:.2f} {unit}", rate))
     click.echo(table(f"{results['model']}, threads: {results['threads']}", rows))

@@ -43,6 +43,15 @@ class _ExecutorCollector(Collector):
             "pelton_preemptions": ("Requests set back to free KV blocks.", stats.preemptions),
             "pelton_steps": ("Steps run.", stats.steps),
         }
+        if stats.host_time is not None:
+            host = GaugeMetricFamily(
+                "pelton_host_step_seconds",
+                "Host time of a step without waiting for the device, last 1024 steps.",
+                labels=["quantile"],
+            )
+            host.add_metric(["0.5"], stats.host_time.median)
+            host.add_metric(["0.99"], stats.host_time.p99)
+            yield host
         if stats.memory is not None:
             yield from _memory(stats.memory)
         for name, (text, value) in gauges.items():
