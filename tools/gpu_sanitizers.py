@@ -39,10 +39,12 @@ def chosen_cases(per_tactic: int) -> dict[str, list[Any]]:
 
     from pelton.ir.op import all_ops
     from pelton.kernels import conformance_cuda
+    from pelton.kernels.gpu.driver import Device
 
+    sm = Device().sm
     found: dict[str, dict[tuple[str, bool], list[Any]]] = {}
     for op in all_ops().values():
-        for case in conformance_cuda.cases(op, ("bfloat16", "float32")):
+        for case in conformance_cuda.cases(op, ("bfloat16", "float32"), sm=sm):
             kinds = found.setdefault(case.tactic.name, {})
             kinds.setdefault((case.dtype, case.decode), []).append(case)
 

@@ -54,8 +54,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceRunner]:
     """Runs conformance cases, all of whose kernels have been compiled."""
     folder = tmp_path_factory.mktemp("kernels") / "all"
-    every = (case for op in all_ops().values() for case in conformance_cuda.cases(op, DTYPES))
-    compile_cases(every, Device().sm, folder)
+    sm = Device().sm
+    every = (case for op in all_ops().values() for case in conformance_cuda.cases(op, DTYPES, sm=sm))
+    compile_cases(every, sm, folder)
     with DeviceRunner(folder) as runner:
         yield runner
 

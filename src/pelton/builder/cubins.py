@@ -1,4 +1,4 @@
-"""Compiles the kernels of CUDA tactics with Triton, without a GPU, into ``compiled/`` of an engine."""
+"""Compiles kernels of CUDA tactics, in Triton and CUDA C++, without a GPU, into an engine's ``compiled``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from pelton.engine.cuda.code import Code, Kernel, Launch, Matmul, Variants
 from pelton.engine.cuda.code import Work as StoredWork
 from pelton.engine.resources import cores
 from pelton.errors import BuildError, MissingDependencyError, PeltonError
-from pelton.kernels.launch import KernelSource, LaunchSpec, Work
+from pelton.kernels.gpu import nvrtc
+from pelton.kernels.launch import CudaSource, KernelSource, LaunchSpec, Source, Work
 from pelton.kernels.sampling.cuda import resolve_source, sampler_source
 
 #: Shared memory that a block may have, bytes, by compute capability.
@@ -36,10 +37,27 @@ class Cubin:
     name: str
     threads: int
     shared: int
+    scratch: int = 0
+    """Trailing pointer parameters that the compiler added."""
 
 
-def compile_kernel(source: KernelSource, sm: int) -> Cubin:
+def compile_kernel(source: Source, sm: int) -> Cubin:
     """The machine code of ``source`` for compute capability ``sm``. Raises ``BuildError``."""
+    cubin = _compile_cuda(source, sm) if isinstance(source, CudaSource) else _compile_triton(source, sm)
+    if cubin.shared > MAX_SHARED.get(sm, _LEAST_SHARED):
+        raise BuildError(
+            f"the kernel {source.function} wants {cubin.shared} bytes of shared memory; sm_{sm} has "
+            f"{MAX_SHARED.get(sm, _LEAST_SHARED)}"
+        )
+    return cubin
+
+
+def _compile_cuda(source: CudaSource, sm: int) -> Cubin:
+    image = nvrtc.compile_file(source.file, f"sm_{sm}{source.suffix}", source.constants)
+    return Cubin(image=image, name=source.function, threads=source.threads, shared=source.shared)
+
+
+def _compile_triton(source: KernelSource, sm: int) -> Cubin:
     try:
         import triton
         from triton.backends.compiler import GPUTarget
@@ -68,11 +86,6 @@ def compile_kernel(source: KernelSource, sm: int) -> Cubin:
             f"the kernel {source.function} could not be compiled for sm_{sm}: {type(error).__name__}: {error}"
         ) from error
     metadata = compiled.metadata
-    if metadata.shared > MAX_SHARED.get(sm, _LEAST_SHARED):
-        raise BuildError(
-            f"the kernel {source.function} wants {metadata.shared} bytes of shared memory; sm_{sm} has "
-            f"{MAX_SHARED.get(sm, _LEAST_SHARED)}"
-        )
     if metadata.global_scratch_size:
         raise BuildError(f"the kernel {source.function} wants scratch memory of its own")
     return Cubin(
@@ -80,10 +93,11 @@ def compile_kernel(source: KernelSource, sm: int) -> Cubin:
         name=metadata.name,
         threads=32 * metadata.num_warps,
         shared=metadata.shared,
+        scratch=2,
     )
 
 
-def _stored(works: Sequence[Work], index: Mapping[KernelSource, int]) -> tuple[StoredWork, ...]:
+def _stored(works: Sequence[Work], index: Mapping[Source, int]) -> tuple[StoredWork, ...]:
     return tuple(
         Launch(kernel=index[w.kernel], grid=w.grid, arguments=w.arguments)
         if isinstance(w, LaunchSpec)
@@ -104,7 +118,7 @@ class CodeWriter:
         """The next instruction's work by tactic: in any step, in decode steps (None: the same)."""
         self.launches.append(by_tactic)
 
-    def sources(self) -> list[KernelSource]:
+    def sources(self) -> list[Source]:
         """The kernels, each once, in the order of first use."""
         variants = (v for by_tactic in self.launches for pair in by_tactic.values() for v in pair if v)
         found = (spec.kernel for works in variants for spec in works if isinstance(spec, LaunchSpec))
@@ -124,7 +138,7 @@ class CodeWriter:
                     name=cubin.name,
                     threads=cubin.threads,
                     shared=cubin.shared,
-                    scratch=2,
+                    scratch=cubin.scratch,
                 )
             )
             progress("kernels", i + 1, len(sources))
@@ -145,7 +159,7 @@ class CodeWriter:
             resolve=index[resolve_source()],
         )
 
-    def _compile_all(self, sources: Sequence[KernelSource]) -> list[Cubin]:
+    def _compile_all(self, sources: Sequence[Source]) -> list[Cubin]:
         workers = min(cores(), len(sources) // _WORTH_A_PROCESS)
         if workers < 2:
             return [compile_kernel(source, self.sm) for source in sources]
@@ -157,7 +171,7 @@ class CodeWriter:
         return [done[i % workers][i // workers] for i in range(len(sources))]
 
 
-def _compile_elsewhere(sources: list[KernelSource], sm: int) -> list[Cubin]:
+def _compile_elsewhere(sources: list[Source], sm: int) -> list[Cubin]:
     """``compile_kernel`` of each, in another process. Raises its ``BuildError``."""
     paths = os.pathsep.join(path for path in sys.path if path)
     child = subprocess.run(

@@ -14,6 +14,7 @@ from pelton.builder.measure import Measurements
 from pelton.builder.profiles import Bucket, buckets, step_limits
 from pelton.builder.signature import CONTEXT, Signature, signature_of
 from pelton.builder.tactics import Choice, choose
+from pelton.builder.target import sm_of
 from pelton.builder.timing import Timer
 from pelton.builder.timing_cache import (
     Entry,
@@ -191,10 +192,12 @@ class CudaSelector:
             )
         self._config = config
         self._known = all_tactics()
+        assert config.target is not None
+        sm = sm_of(config.target)
         self.tactics = {
             name: t
             for name, t in self._known.items()
-            if t.device == "cuda" and (t.batch_invariant or not config.deterministic)
+            if t.device == "cuda" and t.sm in (0, sm) and (t.batch_invariant or not config.deterministic)
         }
         """Tactics that the target can run, by name."""
 

@@ -23,7 +23,7 @@ from pelton.kernels.conformance import (
     split_arguments,
     tolerance_of,
 )
-from pelton.kernels.launch import COUNTERS, Argument, CallSpec, LaunchSpec, OperandSpec, Work
+from pelton.kernels.launch import COUNTERS, Argument, CallSpec, KernelSource, LaunchSpec, OperandSpec, Work
 from pelton.kernels.tactic import Tactic, all_tactics
 
 #: Elements around an output that must stay as they were.
@@ -81,12 +81,15 @@ class CaseResult:
 Runner = Callable[[Case, CaseCall], CaseResult]
 
 
-def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0) -> Iterator[Case]:
+def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0, sm: int = 0) -> Iterator[Case]:
     """Every sample of ``op`` for every CUDA tactic that supports it, its floats in each of ``dtypes``.
+
+    ``sm``: the GPU's compute capability, for tactics of one alone; 0: none, for the interpreter.
 
     Triton's interpreter does not multiply matrices of bfloat16: it is given float16.
     """
-    tactics = [t for t in all_tactics().values() if t.op == op.name and t.device == "cuda"]
+    known = all_tactics().values()
+    tactics = [t for t in known if t.op == op.name and t.device == "cuda" and t.sm in (0, sm)]
     samples = op.samples(torch.Generator().manual_seed(seed)) if tactics else ()
     for number, sample in enumerate(samples):
         for dtype in dtypes:
@@ -273,6 +276,8 @@ def run(
 ) -> None:
     """One launch through Triton at the sizes ``dims``."""
     source = launch.kernel
+    if not isinstance(source, KernelSource):
+        raise ConformanceError(f"{source.function}: CUDA C++ needs a GPU")
     kernel = getattr(importlib.import_module(source.module), source.function)
 
     def value(argument: Argument, kind: str) -> Any:
@@ -289,6 +294,8 @@ def run(
                 return int(argument.value)
             case "float":
                 return argument.value
+            case "tensor_map":
+                raise AssertionError("Triton's kernels take no tensor maps")
 
     named: Mapping[str, Any] = {
         name: value(argument, kind)

@@ -31,19 +31,34 @@ class Term(msgspec.Struct, frozen=True, omit_defaults=True):
         return (-(-dims[self.dim] // self.div) if self.dim else 1) * self.times
 
 
+class TensorMap(msgspec.Struct, frozen=True):
+    """How tensor copies (TMA, compute capability 9.0) see an operand: boxes of it, in shared memory with the
+    128-byte swizzle. Sizes from the innermost dimension on."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Elements; what a box has outside of them is zeros."""
+    strides: tuple[int, ...]
+    """Bytes, multiples of 16, of all dimensions but the innermost."""
+    box: tuple[int, ...]
+    """Elements; innermost 128 bytes at most, 256 elsewhere."""
+
+
 class Argument(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One kernel parameter: an address or a number.
+    """One kernel parameter: an address, a number or a tensor map.
 
     - ``input``, ``output``: address of the call's operand ``index``;
     - ``workspace``: address ``offset`` bytes into the shared scratch;
-    - ``dim``: a step's size, int32; ``int`` (int32), ``float`` (float32): ``value``.
+    - ``dim``: a step's size, int32; ``int`` (int32), ``float`` (float32): ``value``;
+    - ``tensor_map``: 128 bytes that describe input ``index`` as ``map``.
     """
 
-    kind: Literal["input", "output", "workspace", "dim", "int", "float"]
+    kind: Literal["input", "output", "workspace", "dim", "int", "float", "tensor_map"]
     index: int = 0
     offset: int = 0
     dim: str = ""
     value: float = 0.0
+    map: TensorMap | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +77,33 @@ class KernelSource:
     num_stages: int = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class CudaSource:
+    """A CUDA C++ kernel (``extern "C"``) and everything that its machine code depends on.
+
+    It may include ``kernels/gpu/*.cuh`` and no header of CUDA's: those are not there where it is compiled.
+    """
+
+    file: str
+    """Below ``pelton/kernels``."""
+    function: str
+    constants: tuple[tuple[str, int], ...]
+    """Macros."""
+    threads: int
+    shared: int
+    """Dynamic shared memory, bytes."""
+    suffix: str = ""
+    """``a`` for instructions of one architecture alone (sm_90a)."""
+
+
+Source = KernelSource | CudaSource
+
+
 @dataclass(frozen=True)
 class LaunchSpec:
     """A kernel, its grid (up to three sums of terms) and its arguments, in the kernel's order."""
 
-    kernel: KernelSource
+    kernel: Source
     grid: tuple[tuple[Term, ...], ...]
     arguments: tuple[Argument, ...]
 
@@ -190,6 +227,67 @@ class Builder:
         if operand.aligned:
             self._aligned.add(name)
         self._types.append((name, "*" + TRITON_TYPES[operand.dtype]))
+        self._arguments.append(argument)
+        return self
+
+
+class CudaBuilder:
+    """Collects the parameters of a CUDA C++ kernel, in the order of its signature."""
+
+    def __init__(self, call: CallSpec, file: str, function: str) -> None:
+        self._call, self._file, self._function = call, file, function
+        self._arguments: list[Argument] = []
+
+    def input(self, index: int) -> CudaBuilder:
+        """The address of input ``index``, a multiple of 16."""
+        assert self._call.input(index).aligned
+        return self._add(Argument("input", index=index))
+
+    def output(self, index: int = 0) -> CudaBuilder:
+        """The address of output ``index``, a multiple of 16."""
+        assert self._call.outputs[index].aligned
+        return self._add(Argument("output", index=index))
+
+    def tensor_map(self, index: int, map: TensorMap) -> CudaBuilder:
+        assert self._call.input(index).aligned
+        return self._add(Argument("tensor_map", index=index, map=map))
+
+    def workspace(self, offset: int = 0) -> CudaBuilder:
+        """``offset``: bytes, a multiple of 16; the reserved counters are not in the way."""
+        return self._add(Argument("workspace", offset=COUNTER_BYTES + offset))
+
+    def counters(self) -> CudaBuilder:
+        """``COUNTERS`` int32 zeros, which the kernel must leave as zeros."""
+        return self._add(Argument("workspace"))
+
+    def dim(self, dim: Dim) -> CudaBuilder:
+        """A size, int32."""
+        if isinstance(dim, int):
+            return self._add(Argument("int", value=dim))
+        return self._add(Argument("dim", dim=dim))
+
+    def number(self, value: float) -> CudaBuilder:
+        return self._add(Argument("float", value=value))
+
+    def launch(
+        self,
+        *grid: tuple[Term, ...],
+        constants: Mapping[str, int],
+        threads: int,
+        shared: int,
+        suffix: str = "",
+    ) -> LaunchSpec:
+        source = CudaSource(
+            file=self._file,
+            function=self._function,
+            constants=tuple(constants.items()),
+            threads=threads,
+            shared=shared,
+            suffix=suffix,
+        )
+        return LaunchSpec(source, grid, tuple(self._arguments))
+
+    def _add(self, argument: Argument) -> CudaBuilder:
         self._arguments.append(argument)
         return self
 

@@ -80,6 +80,8 @@ class Tactic:
     """Largest step, tokens, that it can run; 0: any."""
     launches: Callable[[CallSpec, int], tuple[Work, ...]] | None = None
     """CUDA: the kernels of a call in steps of at most so many tokens."""
+    sm: int = 0
+    """CUDA: the compute capability that its kernels are for alone (90); 0: any."""
     decode: Callable[[CallSpec, int], tuple[Work, ...]] | None = None
     """CUDA: the kernels where every sequence of the step has one token; None: ``launches`` too."""
 

@@ -15,7 +15,7 @@ from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
 from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice
 from pelton.errors import EngineError
 from pelton.kernels.gpu.cublaslt import CublasLt
-from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, launch
+from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, launch, tensor_map
 from pelton.kernels.launch import COUNTER_BYTES
 
 
@@ -138,6 +138,10 @@ class Launcher:
                     value = C.c_int32(int(argument.value))
                 case "float":
                     value = C.c_float(argument.value)
+                case "tensor_map":
+                    operand = self._plan.operands[instruction.inputs[argument.index]]
+                    assert argument.map is not None
+                    value = tensor_map(self._address_of(operand), argument.map)
             self._keep.append(value)
             pointers.append(C.addressof(value))  # type: ignore[arg-type]
         for _ in range(kernel.scratch):

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.errors import ConfigError, DeviceError, EngineError, MissingDependencyError
+from pelton.kernels.launch import TensorMap
 
 #: CUdevice_attribute
 _SM_COUNT, _MAJOR, _MINOR, _MAX_SHARED = 16, 75, 76, 97
@@ -330,6 +331,35 @@ class Function:
         if self._module:
             release("cuModuleUnload", self._module)
             self._module = C.c_void_p()
+
+
+#: CUtensorMapDataType
+_MAP_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
+_MAP_BYTES, _MAP_ALIGNED = 128, 64
+_SWIZZLE_128, _L2_128 = 3, 2
+
+
+def tensor_map(target: int, wanted: TensorMap) -> Any:
+    """The CUtensorMap of the tensor at device address ``target``, as a kernel's argument."""
+    rank = len(wanted.shape)
+    room = C.create_string_buffer(_MAP_BYTES + _MAP_ALIGNED)
+    encoded = (C.c_char * _MAP_BYTES).from_buffer(room, -C.addressof(room) % _MAP_ALIGNED)
+    call(
+        "cuTensorMapEncodeTiled",
+        encoded,
+        C.c_int(_MAP_TYPES[wanted.dtype]),
+        C.c_uint32(rank),
+        address(target),
+        (C.c_uint64 * rank)(*wanted.shape),
+        (C.c_uint64 * (rank - 1))(*wanted.strides),
+        (C.c_uint32 * rank)(*wanted.box),
+        (C.c_uint32 * rank)(*[1] * rank),
+        C.c_int(0),
+        C.c_int(_SWIZZLE_128),
+        C.c_int(_L2_128),
+        C.c_int(0),
+    )
+    return encoded
 
 
 class Graph:

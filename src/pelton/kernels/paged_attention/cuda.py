@@ -91,7 +91,9 @@ def _prefill(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
     return attention(call, prefill_tiles(int(call.input(0).shape[2])), max_tokens)
 
 
-def _decode(splits: int) -> Callable[[CallSpec, int], tuple[Work, ...]]:
+def decode_launches(splits: int) -> Callable[[CallSpec, int], tuple[Work, ...]]:
+    """Those of decode steps, with ``splits`` programs sharing a sequence's keys."""
+
     def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
         return attention(call, decode_tiles(int(call.input(0).shape[2]), splits), max_tokens)
 
@@ -125,7 +127,7 @@ TACTICS = [
             largest_tokens=largest,
             workspace=_part_bytes(largest, splits),
             launches=_prefill,
-            decode=_decode(splits),
+            decode=decode_launches(splits),
         )
         for largest, splits in SPLITS
     ),
@@ -137,7 +139,7 @@ TACTICS = [
         priority=10,
         precision="bfloat16",
         launches=_prefill,
-        decode=_decode(1),
+        decode=decode_launches(1),
     ),
     Tactic(
         name="cuda.paged_attention.invariant",

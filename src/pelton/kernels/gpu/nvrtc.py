@@ -1,0 +1,76 @@
+"""Compiles CUDA C++ by NVRTC, through ctypes: no GPU, no toolkit and no headers are needed."""
+
+from __future__ import annotations
+
+import ctypes as C
+import functools
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pelton.errors import BuildError, MissingDependencyError
+
+KERNELS = Path(__file__).parents[1]
+"""Where sources are; ``gpu`` in it has what they include."""
+
+
+@functools.cache
+def library() -> Any:
+    """libnvrtc of the system or of the Python packages that carry it. Raises ``MissingDependencyError``."""
+    names = ("libnvrtc.so.13", "libnvrtc.so.12")
+    folders = []
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        folders += [Path(root) / "cu13" / "lib", Path(root) / "cuda_nvrtc" / "lib"]
+    for path in (*(str(f / n) for f in folders for n in names if (f / n).exists()), *names):
+        try:
+            return C.CDLL(path)
+        except OSError:
+            continue
+    raise MissingDependencyError(
+        "engines for this GPU have kernels in CUDA C++, and NVRTC, which compiles them, is not here; install "
+        "it with: pip install nvidia-cuda-nvrtc"
+    )
+
+
+def available() -> bool:
+    """Whether the library can be loaded."""
+    try:
+        library()
+    except MissingDependencyError:
+        return False
+    return True
+
+
+def compile_file(file: str, architecture: str, constants: Iterable[tuple[str, int]]) -> bytes:
+    """The cubin of ``file`` (below ``pelton/kernels``) for ``architecture`` (sm_90a); ``constants``: macros.
+
+    Raises ``BuildError`` with the compiler's first error, ``MissingDependencyError``.
+    """
+    lib, program = library(), C.c_void_p()
+    source = (KERNELS / file).read_bytes()
+    if lib.nvrtcCreateProgram(C.byref(program), source, Path(file).name.encode(), 0, None, None):
+        raise BuildError(f"NVRTC does not take {file}")
+    try:
+        macros = [f"--define-macro={name}={value}" for name, value in constants]
+        options = [f"--gpu-architecture={architecture}", "--std=c++17", f"-I{KERNELS / 'gpu'}", *macros]
+        array = (C.c_char_p * len(options))(*(option.encode() for option in options))
+        if lib.nvrtcCompileProgram(program, len(options), array):
+            log = _text(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program).decode(errors="replace")
+            lines = [line.strip() for line in log.strip("\0").splitlines() if line.strip()]
+            error = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+            raise BuildError(f"the kernel {file} does not compile for {architecture}: {error}")
+        return _text(lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN, program)
+    finally:
+        lib.nvrtcDestroyProgram(C.byref(program))
+
+
+def _text(size_of: Any, read: Any, program: C.c_void_p) -> bytes:
+    size = C.c_size_t()
+    if size_of(program, C.byref(size)):
+        raise BuildError("NVRTC gives no result")
+    buffer = C.create_string_buffer(size.value)
+    if read(program, buffer):
+        raise BuildError("NVRTC gives no result")
+    return buffer.raw

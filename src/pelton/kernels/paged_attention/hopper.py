@@ -1,0 +1,93 @@
+"""Paged attention by tensor copies and warp-group products, for sm_90 alone (``hopper_attention.cu``)."""
+
+from __future__ import annotations
+
+from pelton.kernels.launch import CallSpec, CudaBuilder, LaunchSpec, TensorMap, Term, Work
+from pelton.kernels.paged_attention.cuda import decode_launches
+from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
+
+FILE = "paged_attention/hopper_attention.cu"
+#: Rows of scores and keys of a tile, bytes of a swizzled row, tiles of K and of V in shared memory.
+ROWS, KEYS, ROW_BYTES, STAGES = 128, 128, 128, 2
+#: Persistent blocks: one on each multiprocessor of an H100 or H200.
+BLOCKS = 132
+#: Rows of a cache in its map: as many as coordinates reach. The block table is trusted, as everywhere.
+_CACHE_ROWS = (1 << 31) - 1
+
+
+def _supports(node: NodeSpec) -> bool:
+    q, k_cache = node.inputs[0], node.inputs[1]
+    assert q is not None
+    assert k_cache is not None
+    page, dim = int(k_cache.shape[2]), int(k_cache.shape[3])
+    return (
+        gpu_caches(node, 1, 2)
+        and q.dtype == k_cache.dtype
+        and q.dtype in ("bfloat16", "float16")
+        and dim in (64, 128)
+        and page in (8, 16, 32, 64, 128)
+        and int(q.shape[1]) // int(k_cache.shape[1]) <= ROWS
+        and float(node.attrs["scale"]) > 0
+    )
+
+
+def attention(call: CallSpec, tokens: int, *, take_turns: bool = True) -> LaunchSpec:
+    """The launch for a step of at most ``tokens`` tokens.
+
+    ``take_turns``: whether the two computing warp groups start their products one after the other.
+    """
+    q, k_cache, table = call.input(0), call.input(1), call.input(3)
+    heads, dim = int(q.shape[1]), int(q.shape[2])
+    kv_heads, page = int(k_cache.shape[1]), int(k_cache.shape[2])
+    group = heads // kv_heads
+    softcap = float(call.attrs["softcap"])
+    q_map = TensorMap(
+        dtype=q.dtype,
+        shape=(dim, heads, tokens),
+        strides=(2 * q.strides[1], 2 * q.strides[0]),
+        box=(64, group, ROWS // group),
+    )
+    cache_map = TensorMap(
+        dtype=q.dtype, shape=(dim, _CACHE_ROWS), strides=(2 * dim,), box=(64, min(page, KEYS))
+    )
+    b = CudaBuilder(call, FILE, "attention")
+    b.tensor_map(0, q_map).tensor_map(1, cache_map).tensor_map(2, cache_map)
+    b.input(3).input(4).input(5).output().counters()
+    b.dim(table.shape[0]).number(float(call.attrs["scale"])).number(softcap)
+    return b.launch(
+        (Term(times=BLOCKS),),
+        constants={
+            "HEADS": heads,
+            "GROUP": group,
+            "D": dim,
+            "PAGE": page,
+            "COLUMNS": int(table.shape[1]),
+            "WINDOW": int(call.attrs["window"]),
+            "SOFTCAP": int(softcap > 0),
+            "HALF": int(q.dtype == "float16"),
+            "TURNS": int(take_turns),
+        },
+        threads=384,
+        # Q, then K and V; barriers and the tile of work; up to the first multiple of 1024 bytes.
+        shared=(1 + 2 * STAGES) * dim // 64 * KEYS * ROW_BYTES + 256 + 1024,
+        suffix="a",
+    )
+
+
+def _launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+    return (attention(call, max_tokens),)
+
+
+TACTICS = [
+    Tactic(
+        name="cuda.paged_attention.hopper",
+        op="paged_attention",
+        device="cuda",
+        supports=_supports,
+        priority=5,  # not before it has run on such a GPU
+        precision="bfloat16",
+        sm=90,
+        launches=_launches,
+        decode=decode_launches(1),
+    ),
+]

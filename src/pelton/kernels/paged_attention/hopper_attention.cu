@@ -1,0 +1,437 @@
+// Paged causal attention for prefill and mixed steps on compute capability 9.0 (FlashAttention-3: Shah et al.,
+// 2024; online softmax: Milakov & Gimelshein, 2018).
+//
+// A block stays on its multiprocessor and takes tiles of work from a counter, longest first. A tile is one KV
+// head and QUERIES tokens of one sequence; its 128 rows are those tokens times the GROUP query heads of the KV
+// head, so that all of them share K and V, and a sequence with one token costs one tile a KV head.
+//
+// Warp group 0 copies: its first warp loads Q, and K and V in tiles of 128 keys, page by page through tensor
+// maps, two tiles deep. Warp groups 1 and 2 compute 64 rows each. While the scores of a tile go through the
+// softmax, the product of the tile before with V runs; and the two groups take turns in starting products, so
+// that one's exponentials run under the other's products. Keys are taken from the last to the first: only the
+// tiles on the diagonal, at the end of the sequence and at the window's edge are masked.
+//
+// Tiles of the sequences are numbered without a table: sequence b starts at tile cu_seqlens[b] / QUERIES + b.
+//
+// Constants: HEADS, GROUP, D (64, 128), PAGE (8 to 128, a power of two), COLUMNS of the block table, WINDOW,
+// SOFTCAP, HALF (float16 instead of bfloat16), TURNS (whether the groups take turns).
+#include "hopper.cuh"
+
+constexpr int KV_HEADS = HEADS / GROUP;
+constexpr int ROWS = 128, KEYS = 128, STAGES = 2;
+constexpr int QUERIES = ROWS / GROUP;
+constexpr int CHUNKS = D / 64;                  // 128-byte columns of a row
+constexpr int BOX = PAGE < KEYS ? PAGE : KEYS;  // keys of one copy
+constexpr int COPIES = KEYS / BOX * CHUNKS;     // copies of a tile, one a lane
+constexpr u32 ROW_BYTES = 128, CHUNK_BYTES = KEYS * ROW_BYTES, TILE_BYTES = CHUNKS * CHUNK_BYTES;
+constexpr u32 Q_BYTES = QUERIES * GROUP * D * 2;
+static_assert(COPIES <= 32 && ROWS == KEYS, "a lane copies one box; Q is laid out like K");
+constexpr float LOG2_E = 1.4426950408889634f;
+#define INFINITE __int_as_float(0x7f800000)
+
+// A tile of work, from the copying warp to the others.
+struct Work {
+    int tiles;        // of keys; -1: there is no more work
+    int last;         // the tile of keys that is taken first
+    int first_query;  // of the sequence
+    int queries, keys, token;  // the sequence's, and its first row
+    int kv_head;
+};
+
+// Shared memory, from an address that is a multiple of 1024: Q, K and V by stage, barriers, Work.
+constexpr u32 K_AT = TILE_BYTES, V_AT = K_AT + STAGES * TILE_BYTES, BARRIERS_AT = V_AT + STAGES * TILE_BYTES;
+enum Barrier { Q_FULL, Q_EMPTY, K_FULL, K_EMPTY = K_FULL + STAGES, V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES,
+               N_BARRIERS = V_EMPTY + STAGES };
+constexpr u32 WORK_AT = BARRIERS_AT + 128;
+static_assert(N_BARRIERS * 8 <= 128, "room of the barriers");
+
+struct Shared {
+    u32 base;
+    DEVICE u32 barrier(int which, u32 stage = 0) const { return base + BARRIERS_AT + 8 * (which + stage); }
+    DEVICE u32 k(u32 stage) const { return base + K_AT + stage * TILE_BYTES; }
+    DEVICE u32 v(u32 stage) const { return base + V_AT + stage * TILE_BYTES; }
+};
+
+// The place in a ring of STAGES tiles.
+struct Ring {
+    u32 stage = 0, parity = 0;
+    DEVICE void next() {
+        stage ^= 1;
+        parity ^= stage == 0;
+    }
+};
+static_assert(STAGES == 2, "the ring");
+
+// ---- The copying warp ----
+
+// The last sequence that starts at or before `tile`: 32 guesses at a time.
+DEVICE int sequence_of(int tile, const int* cu_seqlens, int sequences, int lane) {
+    int low = 0, n = sequences;
+    while (n > 1) {
+        const int step = (n + 31) / 32, guess = low + lane * step;
+        const bool before = lane * step < n && cu_seqlens[guess] / QUERIES + guess <= tile;
+        const int found = __popc(__ballot_sync(~0u, before)) - 1;
+        low += found * step;
+        n = min(step, n - found * step);
+    }
+    return low;
+}
+
+DEVICE void copy_tiles(const Shared& shared, Work* work, const TensorMap* q_map, const TensorMap* k_map,
+                       const TensorMap* v_map, const int* block_table, const int* cu_seqlens, const int* seq_lens,
+                       u32* counter, int sequences) {
+    const int lane = threadIdx.x;
+    const int piece = lane / CHUNKS, chunk = lane % CHUNKS;
+    const u32 place = chunk * CHUNK_BYTES + piece * BOX * ROW_BYTES;
+    const int slots = cu_seqlens[sequences] / QUERIES + sequences;
+    const u32 total = slots * KV_HEADS;
+    Ring k_ring, v_ring;
+    u32 q_parity = 1;  // its first wait is over at once
+
+    auto copy = [&](const TensorMap* map, int full, int empty, Ring& ring, u32 target, int row) {
+        barrier_wait(shared.barrier(empty, ring.stage), ring.parity ^ 1);
+        if (lane == 0) barrier_expect(shared.barrier(full, ring.stage), TILE_BYTES);
+        __syncwarp();
+        if (lane < COPIES) copy_2d(target + place, map, shared.barrier(full, ring.stage), chunk * 64, row);
+        ring.next();
+    };
+
+    while (true) {
+        u32 index = 0;
+        if (lane == 0) index = atomicAdd(counter, 1u);
+        index = __shfl_sync(~0u, index, 0);
+        if (index >= total) {
+            // Each block takes one number too many; the last one leaves the counter as it was.
+            if (lane == 0 && index == total + gridDim.x - 1) atomicExch(counter, 0u);
+            break;
+        }
+        const int slot = slots - 1 - index / KV_HEADS, kv_head = index % KV_HEADS;
+        const int b = sequence_of(slot, cu_seqlens, sequences, lane);
+        const int token = cu_seqlens[b], queries = cu_seqlens[b + 1] - token;
+        const int first_query = (slot - (token / QUERIES + b)) * QUERIES;
+        if (first_query >= queries) continue;
+        const int keys = seq_lens[b], context = keys - queries;
+        // Keys that some query of the tile sees: [first_key, end).
+        const int end = min(context + first_query + QUERIES, keys);
+        const int first_key = WINDOW > 0 ? max(context + first_query - WINDOW + 1, 0) : 0;
+        const int first = first_key / KEYS, last = (end + KEYS - 1) / KEYS - 1;
+        const int tiles = end > 0 ? last - first + 1 : 0;
+
+        barrier_wait(shared.barrier(Q_EMPTY), q_parity);
+        q_parity ^= 1;
+        if (lane == 0) {
+            *work = Work{tiles, last, first_query, queries, keys, token, kv_head};
+            barrier_expect(shared.barrier(Q_FULL), Q_BYTES);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c)
+                copy_3d(shared.base + c * CHUNK_BYTES, q_map, shared.barrier(Q_FULL), c * 64, kv_head * GROUP,
+                        token + first_query);
+        }
+        __syncwarp();
+
+        // This lane's rows of the caches in a tile. Pages that no query sees are not read, nor is the table
+        // there: a box outside of the cache is filled with zeros.
+        const int* table = block_table + (long long)b * COLUMNS;
+        auto row_of = [&](int tile) {
+            const int key = tile * KEYS + piece * BOX;
+            if (lane >= COPIES || key >= end || key + BOX <= first_key) return -BOX;
+            return (table[key / PAGE] * KV_HEADS + kv_head) * PAGE + key % PAGE;
+        };
+        // K runs one tile ahead of V, as the others want them.
+        int row = row_of(last), row_before = 0;
+        for (int i = 0; i < tiles; ++i) {
+            const int following = i + 1 < tiles ? row_of(last - i - 1) : 0;
+            copy(k_map, K_FULL, K_EMPTY, k_ring, shared.k(k_ring.stage), row);
+            if (i > 0) copy(v_map, V_FULL, V_EMPTY, v_ring, shared.v(v_ring.stage), row_before);
+            row_before = row;
+            row = following;
+        }
+        if (tiles > 0) copy(v_map, V_FULL, V_EMPTY, v_ring, shared.v(v_ring.stage), row_before);
+    }
+    barrier_wait(shared.barrier(Q_EMPTY), q_parity);
+    if (lane == 0) {
+        work->tiles = -1;
+        barrier_arrive(shared.barrier(Q_FULL));
+    }
+}
+
+// ---- The computing warp groups ----
+
+template <bool VALUE>
+struct Flag {
+    static constexpr bool value = VALUE;
+};
+
+// Of this thread: rows `lane / 4` and `lane / 4 + 8` of its warp's 16; of each 8 columns, 2 * (lane % 4) and
+// the next. Element 4 * j + 2 * r + e is row r, column 8 * j + 2 * (lane % 4) + e.
+struct Rows {
+    float best[2], sum[2];
+    int position[2];  // last key that the row sees
+};
+
+template <bool MASKED>
+DEVICE void softmax(float (&s)[64], Rows& rows, float (&alpha)[2], int key0, float scale, float softcap) {
+    const float factor = SOFTCAP ? 1.0f : scale * LOG2_E;
+    if (SOFTCAP) {
+        // softcap * tanh(s * scale / softcap) in units of log2(e); tanh(u) = 1 - 2 / (exp(2 u) + 1).
+        const float inner = 2.0f * LOG2_E * scale / softcap, outer = softcap * LOG2_E;
+#pragma unroll
+        for (int i = 0; i < 64; ++i) s[i] = outer - outer * __fdividef(2.0f, exp2_fast(s[i] * inner) + 1.0f);
+    }
+    if (MASKED) {
+        const int column = key0 + 2 * (threadIdx.x % 4);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+            const int key = column + 8 * (i / 4) + i % 2, position = rows.position[i / 2 % 2];
+            const bool seen = key <= position && (WINDOW == 0 || key > position - WINDOW);
+            s[i] = seen ? s[i] : -INFINITE;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float best = rows.best[r];
+#pragma unroll
+        for (int j = 0; j < 16; ++j) best = fmaxf(best, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
+        // A row that has seen no key yet has -inf, and -inf - -inf is NaN.
+        const float shift = MASKED && best == -INFINITE ? 0.0f : best * factor;
+        alpha[r] = exp2_fast(rows.best[r] * factor - shift);
+        rows.best[r] = best;
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& x = s[4 * j + 2 * r + e];
+                x = exp2_fast(x * factor - shift);
+                sum += x;
+            }
+        }
+        rows.sum[r] = rows.sum[r] * alpha[r] + sum;
+    }
+}
+
+DEVICE void pack_scores(const float (&s)[64], u32 (&p)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
+}
+
+DEVICE void start_scores(float (&s)[64], u32 q, u32 k) {
+    const u64 a = matrix(q, 8 * ROW_BYTES, 16), b = matrix(k, 8 * ROW_BYTES, 16);
+    product_fence();
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+        const u32 offset = (i / 4 * CHUNK_BYTES + i % 4 * 32) >> 4;
+        product_nt(s, a + offset, b + offset, i > 0);
+    }
+    product_commit();
+}
+
+DEVICE void start_values(float (&o)[D / 2], const u32 (&p)[32], u32 v) {
+    const u64 b = matrix(v, 8 * ROW_BYTES, CHUNK_BYTES);
+    product_fence();
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i) product_nn(o, p + 4 * i, b + (i * 16 * ROW_BYTES >> 4));
+    product_commit();
+}
+
+// Slots of a page past the end of the sequence hold anything, and 0 * NaN would spread: zeros instead.
+DEVICE void clear_unused(u32 v, int keys_in_tile, int group) {
+    const int n = ((keys_in_tile + BOX - 1) / BOX * BOX - keys_in_tile) * CHUNKS * 8;
+    for (int i = threadIdx.x % 128; i < n; i += 128) {
+        const u32 at = v + i % CHUNKS * CHUNK_BYTES + (keys_in_tile + i / (CHUNKS * 8)) * ROW_BYTES +
+                       i / CHUNKS % 8 * 16;
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+    }
+    fence_async();
+    named_sync(3 + group, 128);
+}
+
+// Four lanes of a row have two columns of each of four groups of eight: afterwards lane i has all of group i.
+DEVICE void transpose(u32 (&w)[4]) {
+    const bool high = threadIdx.x & 2, odd = threadIdx.x & 1;
+    u32 x = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), y = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
+    w[0] = high ? x : w[0], w[1] = high ? y : w[1], w[2] = high ? w[2] : x, w[3] = high ? w[3] : y;
+    x = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), y = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+    w[0] = odd ? x : w[0], w[1] = odd ? w[1] : x, w[2] = odd ? y : w[2], w[3] = odd ? w[3] : y;
+}
+
+DEVICE void store(const float (&o)[D / 2], const Rows& rows, const Work& work, int row0, unsigned short* out) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float sum = rows.sum[r];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const float inverse = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+        const int row = row0 + 8 * r, query = work.first_query + row / GROUP;
+        const bool exists = row < QUERIES * GROUP && query < work.queries;
+        const long long head = (long long)(work.token + query) * HEADS + work.kv_head * GROUP + row % GROUP;
+        unsigned short* target = out + head * D + threadIdx.x % 4 * 8;
+#pragma unroll
+        for (int j = 0; j < D / 32; ++j) {
+            u32 w[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int at = 16 * j + 4 * i + 2 * r;
+                w[i] = pack(o[at] * inverse, o[at + 1] * inverse);
+            }
+            transpose(w);
+            if (exists) *reinterpret_cast<uint4*>(target + 32 * j) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+}
+
+DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short* out, float scale, float softcap,
+                    int group) {
+    const int lane = threadIdx.x % 32;
+    const int row0 = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const u32 q = shared.base + group * 64 * ROW_BYTES;
+    Ring k_ring, v_ring;
+    u32 q_parity = 0;
+    if (TURNS && group == 1) named_arrive(1, 256);  // the first turn is group 0's
+
+    auto release = [&](int empty, u32 stage = 0) {
+        if (lane == 0) barrier_arrive(shared.barrier(empty, stage));
+    };
+
+    while (true) {
+        barrier_wait(shared.barrier(Q_FULL), q_parity);
+        q_parity ^= 1;
+        const Work work = *next_work;
+        if (work.tiles < 0) return;
+        const bool both = work.first_query + 64 / GROUP < work.queries;  // whether group 1 has rows
+        if (group == 1 && !both) {
+            __syncwarp();
+            release(Q_EMPTY);
+            for (int i = 0; i < work.tiles; ++i) {
+                barrier_wait(shared.barrier(K_FULL, k_ring.stage), k_ring.parity);
+                release(K_EMPTY, k_ring.stage);
+                k_ring.next();
+                barrier_wait(shared.barrier(V_FULL, v_ring.stage), v_ring.parity);
+                release(V_EMPTY, v_ring.stage);
+                v_ring.next();
+            }
+            continue;
+        }
+        float o[D / 2], s[64], alpha[2];
+        u32 p[32];
+        Rows rows;
+        const int context = work.keys - work.queries;
+#pragma unroll
+        for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            rows.best[r] = -INFINITE;
+            rows.sum[r] = 0.0f;
+            rows.position[r] = context + work.first_query + (row0 + 8 * r) / GROUP;
+        }
+        if (work.tiles == 0) {
+            __syncwarp();
+            release(Q_EMPTY);
+            store(o, rows, work, row0, out);
+            continue;
+        }
+        // Tiles of keys that every query sees whole: [seen_from, seen_to).
+        const int lowest = context + work.first_query, highest = lowest + QUERIES - 1;
+        const int seen_to = (lowest + 1) / KEYS;
+        const int seen_from = WINDOW > 0 ? (max(highest - WINDOW + 1, 0) + KEYS - 1) / KEYS : 0;
+        const int first = work.last - work.tiles + 1;
+
+        barrier_wait(shared.barrier(K_FULL, k_ring.stage), k_ring.parity);
+        start_scores(s, q, shared.k(k_ring.stage));
+        product_wait<0>();
+        pin(s);
+        release(K_EMPTY, k_ring.stage);
+        k_ring.next();
+        if (work.tiles == 1) release(Q_EMPTY);
+        softmax<true>(s, rows, alpha, work.last * KEYS, scale, softcap);
+        pack_scores(s, p);
+        const int in_last = work.keys - work.last * KEYS;
+        if (in_last < KEYS && in_last % BOX != 0) {
+            barrier_wait(shared.barrier(V_FULL, v_ring.stage), v_ring.parity);
+            clear_unused(shared.v(v_ring.stage), in_last, group);
+        }
+
+        // The scores of `tile` and the values of the one before it.
+        auto step = [&](int tile, auto masked) {
+            barrier_wait(shared.barrier(K_FULL, k_ring.stage), k_ring.parity);
+            if (TURNS && both) named_sync(1 + group, 256);
+            pin(s);
+            start_scores(s, q, shared.k(k_ring.stage));
+            barrier_wait(shared.barrier(V_FULL, v_ring.stage), v_ring.parity);
+            pin(o);
+            pin(p);
+            start_values(o, p, shared.v(v_ring.stage));
+            if (TURNS && both) named_arrive(2 - group, 256);
+            product_wait<1>();
+            pin(s);
+            release(K_EMPTY, k_ring.stage);
+            k_ring.next();
+            if (tile == first) release(Q_EMPTY);
+            softmax<masked.value>(s, rows, alpha, tile * KEYS, scale, softcap);
+            pin(s);
+            // The exponentials run under the product with V. The assembler would put them behind the wait for it,
+            // were there no access to memory in between that needs them all (sums are never negative).
+            if (rows.sum[0] + rows.sum[1] < 0.0f) barrier_arrive(shared.barrier(N_BARRIERS));
+            product_wait<0>();
+            pin(o);
+            pin(p);
+            release(V_EMPTY, v_ring.stage);
+            v_ring.next();
+#pragma unroll
+            for (int i = 0; i < D / 2; ++i) o[i] *= alpha[i / 2 % 2];
+            pack_scores(s, p);
+        };
+        int tile = work.last - 1;
+        for (; tile >= first && tile >= seen_to; --tile) step(tile, Flag<true>());
+        for (; tile >= first && tile >= seen_from; --tile) step(tile, Flag<false>());
+        if (WINDOW > 0)
+            for (; tile >= first; --tile) step(tile, Flag<true>());
+
+        barrier_wait(shared.barrier(V_FULL, v_ring.stage), v_ring.parity);
+        pin(o);
+        pin(p);
+        start_values(o, p, shared.v(v_ring.stage));
+        product_wait<0>();
+        pin(o);
+        release(V_EMPTY, v_ring.stage);
+        v_ring.next();
+        store(o, rows, work, row0, out);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k_cache,
+              const __grid_constant__ TensorMap v_cache, const int* block_table, const int* cu_seqlens,
+              const int* seq_lens, unsigned short* out, u32* counter, int sequences, float scale, float softcap) {
+    extern __shared__ unsigned char memory[];
+    const u32 unaligned = shared_address(memory);
+    const Shared shared{(unaligned + 1023) / 1024 * 1024};
+    Work* work = reinterpret_cast<Work*>(memory + (shared.base - unaligned) + WORK_AT);
+    if (threadIdx.x == 0) {
+        prefetch_map(&q);
+        prefetch_map(&k_cache);
+        prefetch_map(&v_cache);
+        // Eight warps compute, and each says when it is through with a tile.
+        barrier_init(shared.barrier(Q_FULL), 1);
+        barrier_init(shared.barrier(Q_EMPTY), 8);
+        for (u32 i = 0; i < STAGES; ++i) {
+            barrier_init(shared.barrier(K_FULL, i), 1);
+            barrier_init(shared.barrier(K_EMPTY, i), 8);
+            barrier_init(shared.barrier(V_FULL, i), 1);
+            barrier_init(shared.barrier(V_EMPTY, i), 8);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    wait_for_previous();
+    if (threadIdx.x < 128) {
+        registers_less<24>();
+        if (threadIdx.x < 32)
+            copy_tiles(shared, work, &q, &k_cache, &v_cache, block_table, cu_seqlens, seq_lens, counter, sequences);
+    } else {
+        registers_more<240>();
+        compute(shared, work, out, scale, softcap, threadIdx.x / 128 - 1);
+    }
+}

@@ -1,0 +1,64 @@
+"""Kernels in CUDA C++: compiled here without a GPU, run by ``tests/gpu``."""
+
+from __future__ import annotations
+
+import pytest
+
+from pelton.builder.cubins import compile_kernel
+from pelton.builder.selection import CudaSelector
+from pelton.engine.config import BuildConfig
+from pelton.errors import BuildError
+from pelton.kernels.gpu import nvrtc
+from pelton.kernels.launch import CallSpec, LaunchSpec, OperandSpec
+from pelton.kernels.paged_attention.hopper import attention
+
+needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="NVRTC (nvidia-cuda-nvrtc) is not here")
+
+
+def operand(*shape: int | str, dtype: str) -> OperandSpec:
+    strides, n = [], 1
+    for size in reversed(shape):
+        strides.append(n)
+        n *= size if isinstance(size, int) else 1
+    return OperandSpec(dtype=dtype, shape=shape, strides=tuple(reversed(strides)))
+
+
+def attention_call(
+    heads: int, kv_heads: int, dim: int, page: int, dtype: str, window: int = 0, softcap: float = 0.0
+) -> CallSpec:
+    q, cache = operand("T", heads, dim, dtype=dtype), operand("P", kv_heads, page, dim, dtype=dtype)
+    indices = (operand("B", 64, dtype="int32"), operand("B+1", dtype="int32"), operand("B", dtype="int32"))
+    attrs = {"scale": dim**-0.5, "window": window, "softcap": softcap}
+    return CallSpec(inputs=(q, cache, cache, *indices), outputs=(q,), attrs=attrs)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "call",
+    [
+        attention_call(32, 8, 128, 16, "bfloat16"),
+        attention_call(14, 2, 64, 8, "float16", window=100),
+        attention_call(8, 8, 128, 128, "bfloat16", softcap=30.0),
+    ],
+    ids=["llama", "window", "softcap"],
+)
+def test_attention_of_sm_90_is_compiled(call: CallSpec) -> None:
+    launch = attention(call, 4096)
+    assert isinstance(launch, LaunchSpec)
+    cubin = compile_kernel(launch.kernel, 90)
+    assert cubin.image[:4] == b"\x7fELF"
+    assert cubin.threads == 384
+    assert cubin.scratch == 0
+
+
+@needs_nvrtc
+def test_an_error_of_the_compiler_names_the_file_and_the_line() -> None:
+    launch = attention(attention_call(32, 8, 96, 16, "bfloat16"), 64)
+    with pytest.raises(BuildError, match=r"hopper_attention\.cu.*sm_90a.*error"):
+        compile_kernel(launch.kernel, 90)
+
+
+def test_only_targets_of_its_architecture_are_offered_a_tactic_of_one() -> None:
+    for target, offered in (("sm_90", True), ("sm_80", False), ("sm_100", False)):
+        tactics = CudaSelector(BuildConfig(target=target), None).tactics
+        assert ("cuda.paged_attention.hopper" in tactics) == offered
