@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pelton.builder import budget as budget_module
+from pelton.builder import target
 from pelton.builder.budget import kv_bytes_per_token, plan_budget
 from pelton.engine.config import BuildConfig, EngineConfig, KVGroup, MemoryPlan, ModelConfig
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, MissingDependencyError
 
 MB = 1_000_000
 
@@ -119,3 +121,42 @@ def test_memory_is_read_from_the_system() -> None:
         config(), memory=MemoryPlan(weights=1, arena=1, workspace=1, kv_bytes_per_token=1536)
     )
     assert plan_budget(small).free > 0
+
+
+class FakeGPU:
+    """A GPU of 80 GB, half of which others have."""
+
+    name, sm, total_memory = "NVIDIA A100", 80, 80_000 * MB
+
+    def memory(self) -> tuple[int, int]:
+        return 40_000 * MB, self.total_memory
+
+
+def gpu_config(weights: int) -> EngineConfig:
+    made = config(weights=weights)
+    build = msgspec.structs.replace(made.build, target="sm_80", gpu_memory_fraction=0.9)
+    return msgspec.structs.replace(made, build=build)
+
+
+def test_an_engine_for_a_gpu_is_measured_against_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_module, "available_memory", lambda: 0)
+    monkeypatch.setattr(target, "Device", FakeGPU)
+    budget = plan_budget(gpu_config(30_000 * MB))
+    assert "of 34.9 GB free on NVIDIA A100; one sequence" in budget.text()
+    with pytest.raises(ConfigError, match=r"are free on NVIDIA A100\. Fits with"):
+        plan_budget(gpu_config(36_000 * MB))
+
+
+def test_a_gpu_that_is_not_here_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_module, "available_memory", lambda: 0)
+
+    def none() -> FakeGPU:
+        raise MissingDependencyError("no driver")
+
+    monkeypatch.setattr(target, "Device", none)
+    budget = plan_budget(gpu_config(300_000 * MB))
+    assert budget.text().endswith("of a GPU of sm_80's memory; there is none here to say what is free")
+    assert budget.notes() == []
+    # Another kind of GPU says nothing of this one's memory.
+    monkeypatch.setattr(target, "Device", type("Hopper", (FakeGPU,), {"sm": 90}))
+    assert plan_budget(gpu_config(300_000 * MB)).free is None

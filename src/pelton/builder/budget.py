@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pelton.engine.config import EngineConfig, KVGroup, MemoryPlan
+from pelton.builder.target import CPU, device_here
+from pelton.engine.config import BuildConfig, EngineConfig, KVGroup, MemoryPlan
+from pelton.engine.cuda.placement import usable_memory
 from pelton.engine.kv_cache import block_bytes, sequence_blocks
 from pelton.engine.resources import available_memory, human_bytes
 from pelton.errors import ConfigError
@@ -20,10 +22,13 @@ def kv_bytes_per_token(groups: tuple[KVGroup, ...], kv_dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What the engine will use on this machine, bytes."""
+    """What the engine will use where it will run, bytes."""
 
     config: EngineConfig
-    free: int
+    free: int | None
+    """What it may take there; None: there is no such GPU here to ask."""
+    place: str
+    """What has that memory: "this machine", or its GPU."""
     kv_tokens: int
     """Tokens the cache holds: ``max_batch_size`` x ``max_seq_len``, or what fits."""
     wanted_kv_tokens: int
@@ -44,15 +49,22 @@ class Budget:
 
     def text(self) -> str:
         """The budget in a sentence, for before anything is allocated."""
-        return (
+        needs = (
             f"needs weights {human_bytes(self.memory.weights)}, KV {human_bytes(self.kv_bytes)} "
-            f"({self.kv_tokens} tokens), work {human_bytes(self.work)} of {human_bytes(self.free)} free; "
-            f"one sequence of up to {self.longest_context} tokens would fit"
+            f"({self.kv_tokens} tokens), work {human_bytes(self.work)}"
+        )
+        if self.free is None:
+            return f"{needs} of {self.place}'s memory; there is none here to say what is free"
+        return (
+            f"{needs} of {human_bytes(self.free)} free on {self.place}; one sequence of up to "
+            f"{self.longest_context} tokens would fit"
         )
 
     def notes(self) -> list[str]:
         """Sentences for the report."""
-        notes = []
+        notes: list[str] = []
+        if self.free is None:
+            return notes
         if self.work > max(_LARGE_WORK * self.free, self.memory.weights):
             tokens = self.config.build.max_num_tokens or 0
             fewer = _tokens_within(self.config, int(_LARGE_WORK / 2 * self.free))
@@ -65,34 +77,58 @@ class Budget:
             return notes
         return [
             *notes,
-            f"the KV cache will hold {self.kv_tokens} tokens on this machine: {self.wanted_kv_tokens} "
+            f"the KV cache will hold {self.kv_tokens} tokens on {self.place}: {self.wanted_kv_tokens} "
             f"(max_batch_size x max_seq_len) need "
             f"{human_bytes(self.wanted_kv_tokens * self.memory.kv_bytes_per_token)}",
         ]
 
 
 def plan_budget(config: EngineConfig, free: int | None = None) -> Budget:
-    """The budget of ``config`` with ``free`` bytes (default: what this machine has).
+    """The budget of ``config`` with ``free`` bytes (default: what its target has here).
 
     Raises ``ConfigError`` naming what is needed, what is free and the setting that would fit, when
     weights, work memory and one sequence of ``max_seq_len`` do not fit together.
     """
-    free = available_memory() if free is None else free
     build, memory = config.build, config.memory
     assert build.max_batch_size and build.max_seq_len and build.block_size
+    place = "this machine"
+    if free is None:
+        free, place = _target_memory(build)
+    one = sequence_blocks(config) * build.block_size
+    wanted = one * build.max_batch_size
+    if free is None:
+        return Budget(
+            config=config,
+            free=None,
+            place=place,
+            kv_tokens=wanted,
+            wanted_kv_tokens=wanted,
+            longest_context=config.model.max_position_embeddings,
+        )
     rest = free - memory.weights - memory.work
     context = max(0, rest) // memory.kv_bytes_per_token // build.block_size * build.block_size
-    one = sequence_blocks(config) * build.block_size
     if context < one:
-        raise ConfigError(_refusal(config, free, rest, context))
-    wanted = one * build.max_batch_size
+        raise ConfigError(_refusal(config, free, rest, context, place))
     return Budget(
         config=config,
         free=free,
+        place=place,
         kv_tokens=min(wanted, context),
         wanted_kv_tokens=wanted,
         longest_context=min(context, config.model.max_position_embeddings),
     )
+
+
+def _target_memory(build: BuildConfig) -> tuple[int | None, str]:
+    """Bytes that an engine for ``build``'s target may take here, and of what."""
+    target, fraction = str(build.target or CPU), build.gpu_memory_fraction
+    if target == CPU:
+        return available_memory(), "this machine"
+    device = device_here(target)
+    if device is None:
+        return None, f"a GPU of {target}"
+    assert fraction is not None
+    return usable_memory(device, fraction), device.name
 
 
 def _tokens_within(config: EngineConfig, nbytes: int) -> int:
@@ -110,7 +146,7 @@ def _limits(config: EngineConfig, tokens: int) -> str:
     return f"max_num_tokens {tokens}{batch}"
 
 
-def _refusal(config: EngineConfig, free: int, rest: int, context: int) -> str:
+def _refusal(config: EngineConfig, free: int, rest: int, context: int, place: str) -> str:
     build, memory = config.build, config.memory
     assert build.max_seq_len and build.max_num_tokens
     work = memory.work
@@ -118,7 +154,8 @@ def _refusal(config: EngineConfig, free: int, rest: int, context: int) -> str:
     what = (
         f"{config.model.name} needs {human_bytes(needed)}: weights {human_bytes(memory.weights)}, work "
         f"{human_bytes(work)}, KV cache of one sequence of {build.max_seq_len} tokens "
-        f"{human_bytes(build.max_seq_len * memory.kv_bytes_per_token)}; {human_bytes(free)} are free. "
+        f"{human_bytes(build.max_seq_len * memory.kv_bytes_per_token)}; {human_bytes(free)} are free on "
+        f"{place}. "
     )
     fits: list[str] = []
     if context >= 2 * build.max_num_tokens or context >= 1024:

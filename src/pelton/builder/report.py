@@ -97,7 +97,8 @@ class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
     kv: int
     """Bytes of the KV cache that a session here would make."""
     kv_tokens: int
-    free: int
+    free: int | None
+    """Bytes that a session may take; None: the engine's GPU is not here."""
     longest_context: int
     timed: int = 0
     """Tactics that this build timed."""
@@ -179,7 +180,7 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             text += f"  KV {human_bytes(here.kv)} ({here.kv_tokens} tokens)"
         text += f"  work {human_bytes(self.memory.work)}"
         if here:
-            text += f"  of {human_bytes(here.free)} free"
+            text += "" if here.free is None else f"  of {human_bytes(here.free)} free"
             text += f"     peak host {human_bytes(here.peak_build)}" if here.peak_build else ""
         return text
 

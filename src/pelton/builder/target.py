@@ -38,6 +38,16 @@ def gpu_available() -> bool:
     return True
 
 
+def device_here(target: str) -> Device | None:
+    """This machine's GPU, where it runs engines for the GPU ``target``."""
+    try:
+        device = Device()
+    except PeltonError:
+        return None
+    sm = sm_of(target)
+    return device if device.sm // 10 == sm // 10 and sm <= device.sm else None
+
+
 def resolve_target(wanted: str | None, notes: list[str]) -> str:
     """The target's name. Raises ``ConfigError``."""
     if wanted is None or wanted == CPU:

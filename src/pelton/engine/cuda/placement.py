@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pelton.engine.artifact import Engine
+from pelton.engine.config import MemoryPlan
 from pelton.engine.resources import human_bytes
 from pelton.errors import ConfigError
 from pelton.kernels.gpu.driver import Device
@@ -22,17 +23,26 @@ def check_gpu_memory_fraction(fraction: float) -> None:
         raise ConfigError(f"gpu_memory_fraction must be above 0 and at most 1, not {fraction}")
 
 
+def usable_memory(device: Device, fraction: float) -> int:
+    """Bytes for weights, work memory and KV cache together, of what is free."""
+    return max(0, int(device.memory()[0] * fraction) - _OVERHEAD)
+
+
 def gpu_free(engine: Engine, device: Device, fraction: float) -> int:
     """Bytes for the KV cache besides weights and work memory. Raises ``ConfigError``."""
     check_gpu_memory_fraction(fraction)
-    memory = engine.config.memory
+    needed = gpu_work(engine.config.memory)
     free = device.memory()[0]
-    needed = memory.weights + memory.arena + memory.workspace + _OVERHEAD
-    left = int(free * fraction) - needed
+    left = usable_memory(device, fraction) - needed
     if left <= 0:
         raise ConfigError(
-            f"{engine.config.model.name} needs {human_bytes(needed)} for weights and work; "
+            f"{engine.config.model.name} needs {human_bytes(needed + _OVERHEAD)} for weights and work; "
             f"{human_bytes(free)} of {human_bytes(device.total_memory)} are free on {device.name}, of which "
             f"{fraction:.0%} may be used"
         )
     return left
+
+
+def gpu_work(memory: MemoryPlan) -> int:
+    """Bytes that a session takes on a GPU besides the KV cache."""
+    return memory.weights + memory.arena + memory.workspace
