@@ -95,7 +95,11 @@ GROUP_BLOCK_TYPES = {
 BLOCK_TYPES = GGUF_BLOCK_TYPES | GROUP_BLOCK_TYPES
 
 #: Block types that the CPU's kernels read: kept bit for bit in its engines. Others are repacked at build.
-NATIVE_BLOCK_TYPES = ("q4_0", "q4_1", "q5_0", "q8_0", "q4_k", "q6_k")
+NATIVE_BLOCK_TYPES = (
+    *("q4_0", "q4_1", "q5_0", "q8_0", "q4_k", "q6_k"),
+    *(f"int{n}_g{g}" for n in (4, 8) for g in GROUP_SIZES),
+    "int8_row",
+)
 
 #: Block types that the GPU's kernels read; others are stored dequantised in the build's ``dtype``.
 GPU_BLOCK_TYPES: tuple[str, ...] = ()

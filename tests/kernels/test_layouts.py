@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pelton.dtypes import BLOCK_TYPES, NATIVE_BLOCK_TYPES, is_dense
+from pelton.dtypes import BLOCK_TYPES, GROUP_BLOCK_TYPES, NATIVE_BLOCK_TYPES, is_dense
 from pelton.errors import ConfigError
-from pelton.ir import blocks
+from pelton.ir import blocks, group_blocks
 from pelton.ir.tensors import HostTensor
 from pelton.kernels.layouts import LAYOUTS
 
@@ -25,9 +25,15 @@ def random_tensor(quant: str, shape: tuple[int, int], seed: int = 0) -> HostTens
         if quant == "bfloat16":
             return HostTensor(quant, shape, (values.view(np.uint32) >> 16).astype(np.uint16))
         return HostTensor(quant, shape, values.astype(quant))
-    block = BLOCK_TYPES[quant]
-    raw = rng.integers(0, 256, (rows, cols // block.block_size * block.block_bytes), dtype=np.uint8)
+    header = BLOCK_TYPES[quant].header
+    raw = rng.integers(0, 256, (rows, BLOCK_TYPES[quant].row_bytes(cols)), dtype=np.uint8)
+    if header:
+        raw[:, :header] = rng.standard_normal((rows, 1)).astype(np.float32).view(np.uint8)
+        return HostTensor(quant, shape, raw)
     view = blocks.blocks_view(raw, quant)
+    if quant in GROUP_BLOCK_TYPES:
+        view["d"] = rng.standard_normal(view.shape)
+        return HostTensor(quant, shape, raw)
     for field in ("d", "m", "dmin"):
         if field in view.dtype.names:
             view[field] = rng.standard_normal(view.shape).astype(np.float16).view(np.uint16)
@@ -99,3 +105,29 @@ def test_x16_places_bytes_as_documented() -> None:
 def test_types_without_native_support_are_named() -> None:
     with pytest.raises(ConfigError, match="q5_k"):
         LAYOUTS["x16"].pack(HostTensor("q5_k", (1, 256), np.zeros((1, 176), np.uint8)))
+
+
+def test_x16_places_groups_as_documented() -> None:
+    tensor = random_tensor("int4_g64", (16, 128))
+    packed = LAYOUTS["x16"].pack(tensor)
+    q, d, z = group_blocks.codes(tensor)
+    assert z is not None
+    for group in range(2):
+        scales = packed[48 * group : 48 * group + 48]
+        assert np.array_equal(scales[:32].view(np.float16), d[:, group].astype(np.float16))
+        assert np.array_equal(scales[32:], z[:, group])
+    nibbles = packed[128:].reshape(4, 4, 16, 4)
+    for row, col in ((0, 0), (3, 37), (15, 127), (7, 90)):
+        byte = nibbles[col // 32, col % 32 // 4 % 4, row, col % 4]
+        assert q[row, col] == (byte & 15 if col % 32 < 16 else byte >> 4)
+
+
+def test_x16_lowers_codes_of_eight_bits_to_signed_bytes() -> None:
+    tensor = random_tensor("int8_g32", (16, 64))
+    packed = LAYOUTS["x16"].pack(tensor)
+    q, d, z = group_blocks.codes(tensor)
+    assert z is not None
+    assert np.array_equal(packed[80:144].view(np.float32), d[:, 1])
+    assert np.array_equal(packed[144:160].view(np.int8), z[:, 1].astype(np.int16) - 128)
+    codes = packed[192:].view(np.int8).reshape(2, 8, 16, 4)
+    assert codes[1, 3, 5, 2] == int(q[5, 32 + 14]) - 128

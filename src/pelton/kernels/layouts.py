@@ -13,8 +13,12 @@
 | q8_0  | d[16]                                        | int8[8][16][4]                        |
 | q4_k  | d[16] dmin[16] scale[8][16] min[8][16]       | nib[4][16][4] (8 of them per block)   |
 | q6_k  | d[16] scale[16][16]                          | nib[4][16][4] bits[2][16][4] (8 ...)  |
+| int4_g| d[16] z[16]                                  | nib[4][16][4] (g / 32 of them)        |
+| int8_g| d[16] z[16]                                  | int8[8][16][4] (g / 32 of them)       |
+| int8_row | d[16], once                               | int8[8][16][4]                        |
 
-d, m, dmin are float16, q4_k's 6-bit scales and minimums widened to a byte, q6_k's scales int8. With
+d, m, dmin are float16 (d of the 8-bit int types float32), q4_k's 6-bit scales and minimums widened to a byte,
+q6_k's scales int8, z a byte; codes and z of int8_g are 128 less, as signed bytes. With
 column k = 4 g + j of the 32: ``int8[g][row][j]``; ``nib[g % 4][row][j]`` holds column group g < 4 in its
 low and g >= 4 in its high nibble; ``bit[row][j]`` holds the fifth bit of group g at bit g;
 ``bits[g / 4][row][j]`` the upper two bits of group g at bit 2 (g % 4). So a 512-bit load is 16 rows times
@@ -31,9 +35,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pelton.dtypes import BLOCK_TYPES, ITEMSIZE, is_dense
+from pelton.dtypes import BLOCK_TYPES, GROUP_BLOCK_TYPES, GROUP_SIZES, ITEMSIZE, is_dense
 from pelton.errors import ConfigError
 from pelton.ir import blocks
+from pelton.ir.group_blocks import bits_of, pack_bits, unpack_bits
 from pelton.ir.tensors import HostTensor, bf16_to_f32
 from pelton.registry import Registry
 
@@ -161,8 +166,49 @@ def _two_bits_from(words: Array) -> Array:
     return (packed >> _SHIFTS & 3).reshape(*words.shape[:-1], 32)
 
 
+_LOWER = np.uint8(0x80)
+
+
+def _split_groups(raw: UInt8, quant: str) -> tuple[list[Array], list[Array]]:
+    header = BLOCK_TYPES[quant].header
+    b = np.ascontiguousarray(raw[:, header:]).view(blocks.BLOCK_DTYPES[quant])
+    if quant == "int8_row":
+        d = np.ascontiguousarray(raw[:, :header]).view("<u4")
+        return [d[..., None]], [_words(b["qs"].reshape(len(b), -1, 32))]
+    d, z = b["d"].view(f"<u{b['d'].dtype.itemsize}"), b["z"]
+    codes = unpack_bits(b["qs"], bits_of(quant)).reshape(len(b), -1, 32)
+    if bits_of(quant) == 8:
+        return [d[..., None], (z ^ _LOWER)[..., None]], [_words(codes ^ _LOWER)]
+    return [d[..., None], z[..., None]], [_words(blocks.pack_nibbles(codes))]
+
+
+def _join_groups(scales: list[Array], words: list[Array], quant: str, out: UInt8) -> None:
+    """Inverse of ``_split_groups``."""
+    header = BLOCK_TYPES[quant].header
+    body = np.empty((len(out), (out.shape[1] - header)), np.uint8).view(blocks.BLOCK_DTYPES[quant])
+    codes = words[0].view(np.uint8)
+    if quant == "int8_row":
+        out[:, :header] = np.ascontiguousarray(scales[0][:, 0]).view(np.uint8)
+        body["qs"] = codes.view(np.int8).reshape(*body.shape, 1)
+    else:
+        eight = bits_of(quant) == 8
+        body["d"] = scales[0][..., 0].view(body["d"].dtype)
+        body["z"] = scales[1][..., 0] ^ _LOWER if eight else scales[1][..., 0]
+        codes = codes ^ _LOWER if eight else blocks.nibbles(codes)
+        body["qs"] = pack_bits(codes.reshape(*body.shape, -1), bits_of(quant))
+    out[:, header:] = body.view(np.uint8).reshape(len(out), -1)
+
+
+def _scale_blocks(quant: str, cols: int) -> int:
+    """Sets of scales of a row."""
+    block = BLOCK_TYPES[quant]
+    return 1 if block.header else cols // block.block_size
+
+
 def _split(raw: UInt8, quant: str) -> tuple[list[Array], list[Array]]:
     """Rows of blocks -> scale fields (rows, blocks, n) and words of quants (rows, cols / 32, n)."""
+    if quant in GROUP_BLOCK_TYPES:
+        return _split_groups(raw, quant)
     b = blocks.blocks_view(raw, quant)
     d = b["d"][..., None]
     if quant == "q8_0":
@@ -185,6 +231,9 @@ def _split(raw: UInt8, quant: str) -> tuple[list[Array], list[Array]]:
 
 def _join(scales: list[Array], words: list[Array], quant: str, out: UInt8) -> None:
     """Inverse of ``_split``, into ``out`` (rows, bytes)."""
+    if quant in GROUP_BLOCK_TYPES:
+        _join_groups(scales, words, quant, out)
+        return
     b = out.view(blocks.BLOCK_DTYPES[quant])
     b["d"] = scales[0][..., 0]
     bytes_ = words[0].view(np.uint8)
@@ -220,6 +269,9 @@ class X16Layout:
         "q8_0": ([("<u2", 1)], [8]),
         "q4_k": ([("<u2", 1), ("<u2", 1), ("u1", 8), ("u1", 8)], [4]),
         "q6_k": ([("<u2", 1), ("i1", 16)], [4, 2]),
+        **{f"int4_g{g}": ([("<u2", 1), ("u1", 1)], [4]) for g in GROUP_SIZES},
+        **{f"int8_g{g}": ([("<u4", 1), ("u1", 1)], [8]) for g in GROUP_SIZES},
+        "int8_row": ([("<u4", 1)], [8]),
     }
 
     def _areas(self, quant: str, cols: int) -> tuple[int, int, int]:
@@ -229,7 +281,7 @@ class X16Layout:
             raise ConfigError(f"block type {quant!r} has no native layout (known: {known}); repack it first")
         scales, words = self._FIELDS[quant]
         per_block = sum(np.dtype(t).itemsize * n for t, n in scales) * PANEL_ROWS
-        used = cols // BLOCK_TYPES[quant].block_size * per_block
+        used = _scale_blocks(quant, cols) * per_block
         return used, -(-used // 64) * 64, cols // 32 * sum(words) * 4 * PANEL_ROWS
 
     def panel_bytes(self, quant: str, cols: int) -> int:
@@ -270,7 +322,7 @@ class X16Layout:
     def _pack_blocks(self, part: UInt8, quant: str, cols: int, panels: UInt8) -> None:
         used, scale_area, _ = self._areas(quant, cols)
         scales, words = _split(part, quant)
-        n_blocks = cols // BLOCK_TYPES[quant].block_size
+        n_blocks = _scale_blocks(quant, cols)
         by_block = [_interleave(s).view(np.uint8).reshape(len(panels), n_blocks, -1) for s in scales]
         by_32 = [_interleave(w).view(np.uint8).reshape(len(panels), cols // 32, -1) for w in words]
         panels[:, :used] = np.concatenate(by_block, axis=-1).reshape(len(panels), -1)
@@ -293,7 +345,7 @@ class X16Layout:
     def _unpack_blocks(self, part: UInt8, quant: str, cols: int, out: UInt8) -> None:
         used, scale_area, _ = self._areas(quant, cols)
         scale_fields, word_counts = self._FIELDS[quant]
-        n_blocks = cols // BLOCK_TYPES[quant].block_size
+        n_blocks = _scale_blocks(quant, cols)
         kinds = [*scale_fields, *(("<u4", n) for n in word_counts)]
         by_block = part[:, :used].reshape(len(part), n_blocks, -1)
         by_32 = part[:, scale_area:].reshape(len(part), cols // 32, -1)

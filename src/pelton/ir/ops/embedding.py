@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pelton.dtypes import NATIVE_BLOCK_TYPES
+from pelton.dtypes import BLOCK_TYPES, NATIVE_BLOCK_TYPES
 from pelton.ir.op import Op, Sample, register
 
 
@@ -23,7 +23,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     for vocab, hidden in ((50, 64), (33, 256)):
         ids = torch.randint(0, vocab, (9,), generator=g, dtype=torch.int32)
         for quant in ("float32", "bfloat16", "float16", *NATIVE_BLOCK_TYPES):
-            if quant.endswith("_k") and hidden % 256:
+            if quant in BLOCK_TYPES and hidden % BLOCK_TYPES[quant].block_size:
                 continue
             w = torch.randn(vocab, hidden, generator=g)
             yield Sample(args=(ids, w), name=f"{quant} {vocab}x{hidden}", quant={1: quant})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pelton.dtypes import NATIVE_BLOCK_TYPES
+from pelton.dtypes import BLOCK_TYPES, NATIVE_BLOCK_TYPES
 from pelton.ir.op import Op, Sample, register
 from pelton.ir.ops import gated_activation, linear
 
@@ -29,7 +29,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         w = torch.randn(2 * i, k, generator=g) * k**-0.5
         b = torch.randn(2 * i, generator=g) if i % 2 else None
         for quant in ("float32", "bfloat16", "float16", *NATIVE_BLOCK_TYPES):
-            if quant.endswith("_k") and k % 256:
+            if quant in BLOCK_TYPES and k % BLOCK_TYPES[quant].block_size:
                 continue
             yield Sample(args=(x, w, b, kind), name=f"{quant} {tokens}x{i}x{k} {kind}", quant={1: quant})
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pelton.dtypes import NATIVE_BLOCK_TYPES
+from pelton.dtypes import BLOCK_TYPES, NATIVE_BLOCK_TYPES
 from pelton.ir.op import Op, Sample, register
 from pelton.ir.ops import linear, quantize_q8
 
@@ -28,7 +28,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         w = torch.randn(n, k, generator=g) * k**-0.5
         b = torch.randn(n, generator=g) if n % 2 else None
         for quant in NATIVE_BLOCK_TYPES:
-            if quant.endswith("_k") and k % 256:
+            if quant in BLOCK_TYPES and k % BLOCK_TYPES[quant].block_size:
                 continue
             yield Sample(
                 args=(quantize_q8.reference(x), w, b), name=f"{quant} {tokens}x{n}x{k}", quant={1: quant}

@@ -39,7 +39,7 @@ struct Panel {
           const F q = W::kBits == 8 ? column_i8(w, j) : column_u8(w, j);
           const int half = group_half<W>(g);
           store_f32(buffer + (4 * g + j) * kPanelRows + r * kLanes,
-                    W::kBits == 8 ? mul(q, d[half][r]) : fma(q, d[half][r], m[half][r]));
+                    W::kBits == 8 && !W::kMin ? mul(q, d[half][r]) : fma(q, d[half][r], m[half][r]));
         }
       });
     }

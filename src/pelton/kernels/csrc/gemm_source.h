@@ -56,6 +56,33 @@ PELTON_INLINE void load_scales<Q6_K>(const uint8_t* s, int64_t b, int half, int 
   const uint8_t* block = s + b / 8 * Q6_K::kScaleBytes;
   d = mul(load_f16(block + r * kLanes * 2), load_i8(block + 32 + (b % 8 * 2 + half) * 16 + r * kLanes));
 }
+template <class Q>
+PELTON_INLINE void load_group4(const uint8_t* s, int64_t b, int r, F& d, F& m) {
+  const uint8_t* group = s + scale_offset<Q>(b);
+  d = load_f16(group + r * kLanes * 2);
+  m = mul(mul(d, load_u8(group + 32 + r * kLanes)), constant(-1));
+}
+template <class Q>
+PELTON_INLINE void load_group8(const uint8_t* s, int64_t b, int r, F& d, F& m) {
+  const uint8_t* group = s + scale_offset<Q>(b);
+  d = load_f32((const float*)group + r * kLanes);
+  m = mul(mul(d, load_i8(group + 64 + r * kLanes)), constant(-1));
+}
+#define PELTON_GROUP_SCALES(Q, load_group)                                                       \
+  template <>                                                                                    \
+  PELTON_INLINE void load_scales<Q>(const uint8_t* s, int64_t b, int, int r, F& d, F& m) {       \
+    load_group<Q>(s, b, r, d, m);                                                                \
+  }
+PELTON_GROUP_SCALES(Int4G32, load_group4)
+PELTON_GROUP_SCALES(Int4G64, load_group4)
+PELTON_GROUP_SCALES(Int4G128, load_group4)
+PELTON_GROUP_SCALES(Int8G32, load_group8)
+PELTON_GROUP_SCALES(Int8G64, load_group8)
+PELTON_GROUP_SCALES(Int8G128, load_group8)
+template <>
+PELTON_INLINE void load_scales<Int8Row>(const uint8_t* s, int64_t, int, int r, F& d, F&) {
+  d = load_f32((const float*)s + r * kLanes);
+}
 
 // One panel as the engine stores it.
 template <class Q>
@@ -76,7 +103,7 @@ struct Packed {
   PELTON_INLINE void groups(int64_t b, const Fn& f) const {
     const uint8_t* q = quant_bytes + b * Q::kQuantBytes;
     for (int i = 0; i < Q::kQuantBytes; i += 64) fetch_ahead(q + i);
-    fetch_ahead(scale_bytes + b * Q::kScaleBytes / (Q::kBlock / 32));
+    fetch_ahead(scale_bytes + scale_offset<Q>(b));
     if constexpr (Q::kBits == 8) {
 #pragma GCC unroll 8
       for (int g = 0; g < 8; g++)

@@ -16,6 +16,11 @@ inline float half_at(const uint8_t* p, int row) {
   memcpy(&bits, p + 2 * row, 2);
   return pelton_f16_to_f32(bits);
 }
+inline float float_at(const uint8_t* p, int row) {
+  float value;
+  memcpy(&value, p + 4 * row, 4);
+  return value;
+}
 // Four-bit value of column c < 32 of the block.
 inline int nibble(const Place& p, int c) {
   const int byte = p.quants[(c % 16 / 4) * 64 + p.row * 4 + c % 4];
@@ -65,6 +70,35 @@ void block_x16<Q6_K>(const Place& p, float* out) {
     out[c] = d * (float)scale * (float)((nibble(p, c) | high << 4) - 32);
   }
 }
+template <class Q>
+void group4_x16(const Place& p, float* out) {
+  const uint8_t* group = p.scales + scale_offset<Q>(p.block);
+  const float d = half_at(group, p.row), z = (float)group[32 + p.row];
+  for (int c = 0; c < 32; c++) out[c] = d * ((float)nibble(p, c) - z);
+}
+template <class Q>
+void group8_x16(const Place& p, float* out) {
+  const uint8_t* group = p.scales + scale_offset<Q>(p.block);
+  const float d = float_at(group, p.row), z = (float)(int8_t)group[64 + p.row];
+  for (int c = 0; c < 32; c++) out[c] = d * ((float)(int8_t)p.quants[(c / 4) * 64 + p.row * 4 + c % 4] - z);
+}
+template <>
+void block_x16<Int4G32>(const Place& p, float* out) { group4_x16<Int4G32>(p, out); }
+template <>
+void block_x16<Int4G64>(const Place& p, float* out) { group4_x16<Int4G64>(p, out); }
+template <>
+void block_x16<Int4G128>(const Place& p, float* out) { group4_x16<Int4G128>(p, out); }
+template <>
+void block_x16<Int8G32>(const Place& p, float* out) { group8_x16<Int8G32>(p, out); }
+template <>
+void block_x16<Int8G64>(const Place& p, float* out) { group8_x16<Int8G64>(p, out); }
+template <>
+void block_x16<Int8G128>(const Place& p, float* out) { group8_x16<Int8G128>(p, out); }
+template <>
+void block_x16<Int8Row>(const Place& p, float* out) {
+  const float d = float_at(p.scales, p.row);
+  for (int c = 0; c < 32; c++) out[c] = d * (float)(int8_t)p.quants[(c / 4) * 64 + p.row * 4 + c % 4];
+}
 
 template <class Q>
 void row_x16(const uint8_t* w, int64_t row, int64_t k, float* out) {
@@ -79,7 +113,7 @@ void dense_x16(const uint8_t* w, int64_t row, int64_t k, float* out) {
   for (int64_t i = 0; i < k; i++) out[i] = pelton_load(panel, Dtype, i * kPanelRows + row % kPanelRows);
 }
 
-// ---- rows: GGUF's blocks ---------------------------------------------------------------------------------
+// ---- rows: blocks as they are ---------------------------------------------------------------------------------
 inline void nibble_row(const uint8_t* qs, float d, float m, float* out) {
   for (int i = 0; i < 16; i++) {
     out[i] = d * (float)(qs[i] & 15) + m;
@@ -140,6 +174,29 @@ void row_q6_k(const uint8_t* w, int64_t row, int64_t k, float* out) {
     }
   }
 }
+template <int Group>
+void row_group4(const uint8_t* w, int64_t row, int64_t k, float* out) {
+  const uint8_t* b = w + row * (k / Group) * (3 + Group / 2);
+  for (int64_t i = 0; i < k / Group; i++, b += 3 + Group / 2, out += Group) {
+    const float d = half_at(b, 0), z = (float)b[2];
+    for (int c = 0; c < Group / 2; c++) {
+      out[c] = d * ((float)(b[3 + c] & 15) - z);
+      out[c + Group / 2] = d * ((float)(b[3 + c] >> 4) - z);
+    }
+  }
+}
+template <int Group>
+void row_group8(const uint8_t* w, int64_t row, int64_t k, float* out) {
+  const uint8_t* b = w + row * (k / Group) * (5 + Group);
+  for (int64_t i = 0; i < k / Group; i++, b += 5 + Group, out += Group) {
+    const float d = float_at(b, 0), z = (float)b[4];
+    for (int c = 0; c < Group; c++) out[c] = d * ((float)b[5 + c] - z);
+  }
+}
+void row_int8(const uint8_t* w, int64_t row, int64_t k, float* out) {
+  const uint8_t* b = w + row * (4 + k);
+  for (int64_t c = 0; c < k; c++) out[c] = float_at(b, 0) * (float)(int8_t)b[4 + c];
+}
 template <int Dtype, int Bytes>
 void dense_rows(const uint8_t* w, int64_t row, int64_t k, float* out) {
   for (int64_t i = 0; i < k; i++) out[i] = pelton_load(w + row * k * Bytes, Dtype, i);
@@ -169,6 +226,13 @@ PELTON_KERNEL("cpu.embedding.q5_0.x16", PELTON_GENERIC, (embedding<row_x16<Q5_0>
 PELTON_KERNEL("cpu.embedding.q8_0.x16", PELTON_GENERIC, (embedding<row_x16<Q8_0>>));
 PELTON_KERNEL("cpu.embedding.q4_k.x16", PELTON_GENERIC, (embedding<row_x16<Q4_K>>));
 PELTON_KERNEL("cpu.embedding.q6_k.x16", PELTON_GENERIC, (embedding<row_x16<Q6_K>>));
+PELTON_KERNEL("cpu.embedding.int4_g32.x16", PELTON_GENERIC, (embedding<row_x16<Int4G32>>));
+PELTON_KERNEL("cpu.embedding.int4_g64.x16", PELTON_GENERIC, (embedding<row_x16<Int4G64>>));
+PELTON_KERNEL("cpu.embedding.int4_g128.x16", PELTON_GENERIC, (embedding<row_x16<Int4G128>>));
+PELTON_KERNEL("cpu.embedding.int8_g32.x16", PELTON_GENERIC, (embedding<row_x16<Int8G32>>));
+PELTON_KERNEL("cpu.embedding.int8_g64.x16", PELTON_GENERIC, (embedding<row_x16<Int8G64>>));
+PELTON_KERNEL("cpu.embedding.int8_g128.x16", PELTON_GENERIC, (embedding<row_x16<Int8G128>>));
+PELTON_KERNEL("cpu.embedding.int8_row.x16", PELTON_GENERIC, (embedding<row_x16<Int8Row>>));
 PELTON_KERNEL("cpu.embedding.float32.x16", PELTON_GENERIC, (embedding<dense_x16<PELTON_F32, 4>>));
 PELTON_KERNEL("cpu.embedding.bfloat16.x16", PELTON_GENERIC, (embedding<dense_x16<PELTON_BF16, 2>>));
 PELTON_KERNEL("cpu.embedding.float16.x16", PELTON_GENERIC, (embedding<dense_x16<PELTON_F16, 2>>));
@@ -178,6 +242,13 @@ PELTON_KERNEL("cpu.embedding.q5_0.rows", PELTON_GENERIC, embedding<row_q5_0>);
 PELTON_KERNEL("cpu.embedding.q8_0.rows", PELTON_GENERIC, embedding<row_q8_0>);
 PELTON_KERNEL("cpu.embedding.q4_k.rows", PELTON_GENERIC, embedding<row_q4_k>);
 PELTON_KERNEL("cpu.embedding.q6_k.rows", PELTON_GENERIC, embedding<row_q6_k>);
+PELTON_KERNEL("cpu.embedding.int4_g32.rows", PELTON_GENERIC, embedding<row_group4<32>>);
+PELTON_KERNEL("cpu.embedding.int4_g64.rows", PELTON_GENERIC, embedding<row_group4<64>>);
+PELTON_KERNEL("cpu.embedding.int4_g128.rows", PELTON_GENERIC, embedding<row_group4<128>>);
+PELTON_KERNEL("cpu.embedding.int8_g32.rows", PELTON_GENERIC, embedding<row_group8<32>>);
+PELTON_KERNEL("cpu.embedding.int8_g64.rows", PELTON_GENERIC, embedding<row_group8<64>>);
+PELTON_KERNEL("cpu.embedding.int8_g128.rows", PELTON_GENERIC, embedding<row_group8<128>>);
+PELTON_KERNEL("cpu.embedding.int8_row.rows", PELTON_GENERIC, embedding<row_int8>);
 PELTON_KERNEL("cpu.embedding.float32.rows", PELTON_GENERIC, (embedding<dense_rows<PELTON_F32, 4>>));
 PELTON_KERNEL("cpu.embedding.bfloat16.rows", PELTON_GENERIC, (embedding<dense_rows<PELTON_BF16, 2>>));
 PELTON_KERNEL("cpu.embedding.float16.rows", PELTON_GENERIC, (embedding<dense_rows<PELTON_F16, 2>>));
