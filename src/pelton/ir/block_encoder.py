@@ -128,3 +128,6 @@ _ENCODE: dict[str, Callable[[Array, Array], None]] = {
     "q4_k": _q4_k,
     "q6_k": _q6_k,
 }
+
+#: GGUF types that ``quantize`` makes.
+ENCODED = tuple(_ENCODE)

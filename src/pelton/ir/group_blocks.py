@@ -185,23 +185,32 @@ def codes(tensor: HostTensor) -> tuple[UInt8, Float32, UInt8 | None]:
     return q, scales(raw, quant), np.ascontiguousarray(blocks["z"]) if has_zero else None
 
 
-def from_codes(quant: str, q: UInt8, d: Array, z: UInt8 | None = None) -> HostTensor:
+def from_codes(
+    quant: str, q: UInt8, d: Array, z: UInt8 | None = None, row: Array | None = None
+) -> HostTensor:
     """The tensor of codes ``q`` (rows, cols), scales ``d`` (rows, groups; (rows, 1) of row types) and, for
     the ``int<n>_g<size>`` types, zero points ``z`` (rows, groups; None: the middle code, 2^(n - 1)).
 
-    ``d`` is rounded to the type's scale (float16 or float32); only ``group_encoder`` makes nvfp4 and mxfp4.
+    ``d`` is rounded to the type's scale: float16 or float32, of mxfp4 a power of two, of nvfp4 an e4m3
+    multiple of ``row`` (rows, 1), the row's header.
     """
-    assert quant not in ("nvfp4", "mxfp4"), "scales of scales: see group_encoder"
     rows, cols = q.shape
     block = BLOCK_TYPES[quant]
     out = np.empty((rows, block.row_bytes(cols)), np.uint8)
     body = np.empty((rows, cols // block.block_size), DTYPES[quant])
     grouped = np.ascontiguousarray(q).view(np.uint8).reshape(rows, -1, block.block_size)
     body["qs"] = pack_bits(grouped, bits_of(quant)).view(body["qs"].dtype)
-    if block.header:
-        out[:, : block.header] = np.ascontiguousarray(d, "<f4").reshape(rows, 1).view(np.uint8)
-    else:
+    header = d
+    if quant == "nvfp4":
+        assert row is not None
+        header, body["s"] = row, to_e4m3(d / row)
+    elif quant == "mxfp4":
+        # 2^-127 of a group of zeros: its codes are 0.
+        body["s"] = np.where(d == 0, 0, np.frexp(d)[1] - 1 + 127)
+    elif not block.header:
         body["d"] = d
+    if block.header:
+        out[:, : block.header] = np.ascontiguousarray(header, "<f4").reshape(rows, 1).view(np.uint8)
     if "z" in (body.dtype.names or ()):
         body["z"] = 1 << (bits_of(quant) - 1) if z is None else z
     out[:, block.header :] = body.view(np.uint8).reshape(rows, -1)

@@ -5,12 +5,12 @@ Scales span each group's range. numpy only.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from pelton.dtypes import BLOCK_TYPES
 from pelton.ir.group_blocks import (
     _CODEBOOK,
-    DTYPES,
     E2M1,
     E4M3,
     E4M3_MAX,
@@ -19,10 +19,20 @@ from pelton.ir.group_blocks import (
     bits_of,
     from_codes,
     group_of,
-    pack_bits,
     to_e4m3,
 )
 from pelton.ir.tensors import HostTensor
+
+
+class Scales(NamedTuple):
+    """What the values of a tensor's groups are rounded with, as the type stores it."""
+
+    d: Float32
+    """(rows, groups), or (rows, 1) of row types: a decoder multiplies with these."""
+    z: UInt8 | None = None
+    """(rows, groups): zero points of the ``int<n>_g<size>`` types."""
+    row: Float32 | None = None
+    """(rows, 1): the header of nvfp4, by which the stored group scales are divided."""
 
 
 def encode(x: Float32, quant: str, *, symmetric: bool = False) -> HostTensor:
@@ -30,27 +40,68 @@ def encode(x: Float32, quant: str, *, symmetric: bool = False) -> HostTensor:
 
     ``symmetric``: the zero point of an ``int<n>_g<size>`` type is the middle code (the others have none).
     """
+    grouped = into_groups(x, quant)
+    scales = fit(grouped, quant, symmetric=symmetric)
+    return pack(quant, codes_of(grouped, scales, quant), scales)
+
+
+def into_groups(x: Float32, quant: str) -> Float32:
+    """(rows, cols) -> (rows, groups, values that share a scale)."""
     rows, cols = x.shape
-    grouped = np.ascontiguousarray(x, np.float32).reshape(rows, -1, group_of(quant) or cols)
-    if quant == "nvfp4":
-        return _nvfp4(grouped)
-    if quant == "mxfp4":
-        return _mxfp4(grouped)
+    return np.ascontiguousarray(x, np.float32).reshape(rows, -1, group_of(quant) or cols)
+
+
+def fit(grouped: Float32, quant: str, *, symmetric: bool = False, row: Float32 | None = None) -> Scales:
+    """The scales that span each group (rows, groups, g) of finite values.
+
+    ``row``: of nvfp4, the header to keep instead of that of these values.
+    """
     if quant.startswith("int") and quant != "int8_row":
-        d, z = integer_scales(grouped, bits_of(quant), symmetric=symmetric)
-        return from_codes(quant, integer_codes(grouped, d, z, bits_of(quant)).reshape(rows, cols), d, z)
+        return Scales(*integer_scales(grouped, bits_of(quant), symmetric=symmetric))
     top = np.abs(grouped).max(axis=-1)
+    if quant == "nvfp4":
+        row = _nvfp4_row(top) if row is None else row
+        return Scales(row * E4M3[to_e4m3(top / E2M1.max() / row)], row=row)
+    if quant == "mxfp4":
+        return Scales(_mxfp4_scale(top))
+    return Scales(top / largest(quant))
+
+
+def largest(quant: str) -> np.float32:
+    """The largest value of a code of a type without zero points."""
     if quant == "int8_row":
-        d = top / np.float32(127)
-        q = np.clip(np.rint(_divide(grouped, d)), -127, 127).astype(np.int8).view(np.uint8)
-    elif quant.startswith("fp8"):
-        d = top / np.float32(E4M3_MAX)
-        q = to_e4m3(_divide(grouped, d))
+        return np.float32(127)
+    return np.float32(E4M3_MAX) if quant.startswith("fp8") else np.float32(_CODEBOOK[quant].max())
+
+
+def codes_of(grouped: Float32, scales: Scales, quant: str) -> UInt8:
+    """The nearest codes of the values (rows, groups, g); int8_row's are int8 bit patterns."""
+    d, z, _ = scales
+    if z is not None:
+        return integer_codes(grouped, d, z, bits_of(quant))
+    if quant == "int8_row":
+        return np.clip(np.rint(_divide(grouped, d)), -127, 127).astype(np.int8).view(np.uint8)
+    if quant.startswith("fp8"):
+        return to_e4m3(_divide(grouped, d))
+    return nearest(_divide(grouped, d), _CODEBOOK[quant])
+
+
+def values_of(codes: UInt8, scales: Scales, quant: str) -> Float32:
+    """What codes (rows, groups, g) stand for: as a decoder computes it."""
+    d, z, _ = scales
+    if z is not None:
+        values = codes.astype(np.float32) - z[..., None].astype(np.float32)
+    elif quant == "int8_row":
+        values = codes.view(np.int8).astype(np.float32)
     else:
-        book = _CODEBOOK[quant]
-        d = top / book.max()
-        q = nearest(_divide(grouped, d), book)
-    return from_codes(quant, q.reshape(rows, cols), d)
+        values = (E4M3 if quant.startswith("fp8") else _CODEBOOK[quant])[codes]
+    product: Float32 = d[..., None] * values
+    return product
+
+
+def pack(quant: str, codes: UInt8, scales: Scales) -> HostTensor:
+    """The tensor of codes (rows, groups, g) and their scales."""
+    return from_codes(quant, codes.reshape(len(codes), -1), scales.d, scales.z, scales.row)
 
 
 def integer_scales(grouped: Float32, bits: int, *, symmetric: bool) -> tuple[Float32, UInt8]:
@@ -101,32 +152,14 @@ def _divide(grouped: Float32, d: Float32) -> Float32:
     return np.where(d[..., None] == 0, np.float32(0), grouped / safe).astype(np.float32)
 
 
-def _packed(quant: str, header: Float32 | None, s: UInt8, q: UInt8) -> HostTensor:
-    rows, groups, size = q.shape
-    block = BLOCK_TYPES[quant]
-    body = np.empty((rows, groups), DTYPES[quant])
-    body["s"], body["qs"] = s, pack_bits(q, 4)
-    out = np.empty((rows, block.row_bytes(groups * size)), np.uint8)
-    if header is not None:
-        out[:, : block.header] = np.ascontiguousarray(header, "<f4").view(np.uint8)
-    out[:, block.header :] = body.view(np.uint8).reshape(rows, -1)
-    return HostTensor(quant, (rows, groups * size), out)
-
-
-def _nvfp4(grouped: Float32) -> HostTensor:
-    """One scale for the tensor, max|x| / (6 * 448), and e4m3 ones for 16 values (NVIDIA's NVFP4 recipe)."""
-    top = np.abs(grouped).max(axis=-1)
+def _nvfp4_row(top: Float32) -> Float32:
+    """One scale for the tensor, max|x| / (6 * 448) (NVIDIA's NVFP4 recipe), in every row; the groups' are
+    e4m3 beside it."""
     tensor = np.float32(top.max() / (E2M1.max() * E4M3_MAX))
-    tensor = tensor if tensor > 0 else np.float32(1)
-    s = to_e4m3(top / E2M1.max() / tensor)
-    q = nearest(_divide(grouped, tensor * E4M3[s]), E2M1)
-    return _packed("nvfp4", np.full((len(grouped), 1), tensor, np.float32), s, q)
+    return np.full((len(top), 1), tensor if tensor > 0 else 1, np.float32)
 
 
-def _mxfp4(grouped: Float32) -> HostTensor:
-    """Scale 2^(floor(log2 max|x|) - 2): OCP Microscaling formats 1.0, section 6.3."""
-    top = np.abs(grouped).max(axis=-1)
+def _mxfp4_scale(top: Float32) -> Float32:
+    """2^(floor(log2 max|x|) - 2): OCP Microscaling formats 1.0, section 6.3."""
     _, exponent = np.frexp(top)
-    s = np.where(top == 0, 0, np.clip(exponent - 1 - 2 + 127, 0, 254)).astype(np.uint8)
-    d = np.exp2(s.astype(np.float32) - 127)
-    return _packed("mxfp4", None, s, nearest(_divide(grouped, np.where(top == 0, 0, d)), E2M1))
+    return np.where(top == 0, 0, np.exp2(np.clip(exponent - 1 - 2, -127, 127))).astype(np.float32)

@@ -1,0 +1,60 @@
+"""Rounding to nearest (RTN), and the scales that every algorithm starts from.
+
+A weight is (rows, K): output features by input features, groups along K.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pelton.dtypes import GGUF_BLOCK_TYPES
+from pelton.ir import block_encoder
+from pelton.ir.blocks import dequantize
+from pelton.ir.group_blocks import Float32
+from pelton.ir.group_encoder import Scales, codes_of, fit, into_groups, pack, values_of
+from pelton.ir.tensors import HostTensor
+
+#: Rows that share a scale of fp8_g128, as many as columns do.
+BLOCK_ROWS = 128
+
+
+def round_nearest(
+    weight: Float32, quant: str, *, symmetric: bool = True, per_tensor: bool = False
+) -> HostTensor:
+    """``weight`` in the nearest codes of ``quant``, with scales that span each group's range."""
+    if quant in GGUF_BLOCK_TYPES:
+        return block_encoder.quantize(weight, quant)
+    scales = fit_weight(weight, quant, symmetric=symmetric, per_tensor=per_tensor)
+    return pack(quant, codes_of(into_groups(weight, quant), scales, quant), scales)
+
+
+def nearest_values(
+    weight: Float32, quant: str, *, symmetric: bool = True, per_tensor: bool = False
+) -> Float32:
+    """The values that ``round_nearest`` stores, without packing them."""
+    if quant in GGUF_BLOCK_TYPES:
+        return dequantize(block_encoder.quantize(weight, quant))
+    scales = fit_weight(weight, quant, symmetric=symmetric, per_tensor=per_tensor)
+    return values_of(codes_of(into_groups(weight, quant), scales, quant), scales, quant).reshape(weight.shape)
+
+
+def fit_weight(
+    weight: Float32,
+    quant: str,
+    *,
+    symmetric: bool = True,
+    per_tensor: bool = False,
+    row: Float32 | None = None,
+) -> Scales:
+    """The scales of a weight; of fp8_g128, and with ``per_tensor`` of row types, shared between rows.
+
+    ``row``: nvfp4's header, where ``weight`` is a part of a tensor's columns.
+    """
+    scales = fit(into_groups(weight, quant), quant, symmetric=symmetric, row=row)
+    rows = len(weight)
+    shared = rows if per_tensor else BLOCK_ROWS if quant == "fp8_g128" else 1
+    if shared == 1:
+        return scales
+    starts = np.arange(0, rows, shared)
+    tops = np.maximum.reduceat(scales.d, starts, axis=0)
+    return scales._replace(d=np.repeat(tops, np.diff([*starts, rows]), axis=0))
