@@ -1,6 +1,6 @@
 """Sweeps tiles of the GPU kernels at Llama-3.1-8B's shapes: what ``kernels/*/cuda.py`` chooses among.
 
-    python benchmarks/h200_kernels.py [--only gemv,skinny,cublaslt,attention] [--json FILE]
+    python benchmarks/h200_kernels.py [--only gemv,stream,cublaslt,attention] [--json FILE]
 
 Each variant runs in a CUDA graph over enough copies of its weights that none is found in L2. Microseconds of
 a launch, and its share of the floor: bytes that must move at 4.3 TB/s.
@@ -26,7 +26,8 @@ from pelton.errors import PeltonError
 from pelton.kernels.gpu.cublaslt import CublasLt
 from pelton.kernels.gpu.driver import Device, Event, Function, LaunchConfig, Memory, Stream, capture, library
 from pelton.kernels.launch import COUNTER_BYTES, CallSpec, KernelSource, LaunchSpec, OperandSpec
-from pelton.kernels.linear.cuda import GemvTiles, SkinnyTiles, gemv, skinny
+from pelton.kernels.linear.products import Form, gemv, stream
+from pelton.kernels.linear.tiles import PROCESSORS, GemvTiles, StreamTiles
 from pelton.kernels.paged_attention.cuda import Tiles, attention
 
 BANDWIDTH = 4.3e12
@@ -65,23 +66,23 @@ def linear_variants(kinds: set[str]) -> Iterator[Variant]:
         floor = 1e6 * 2 * n * k / BANDWIDTH
         call = linear_call(n, k)
         if "gemv" in kinds:
-            for bn, bk, stages, warps in itertools.product(
-                (2, 4, 8, 16), (512, 1024, 2048), (3, 5), (2, 4, 8)
+            for bn, bk, share, stages, warps in itertools.product(
+                (2, 4, 8), (1024, 2048), (2, 3, 4), (3, 4, 5), (2, 4)
             ):
-                if bn * bk * stages * 2 > 160_000 or bn * bk > warps * 4096:
+                if bn * bk * stages * share * 2 > 200_000 or bn * bk > warps * 4096:
                     continue
-                tiles = GemvTiles(bn, bk, stages, warps)
-                yield Variant(f"gemv {name}", 1, asdict(tiles), (gemv(call, tiles),), {"T": 1}, floor)
-        if "skinny" in kinds:
-            for m, bn, bk, split, stages in itertools.product(
-                (8, 32, 64), (16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (3, 5)
+                gemv_tiles = GemvTiles(bn, bk, share * PROCESSORS, stages, warps)
+                work = gemv(Form(), call, gemv_tiles)
+                yield Variant(f"gemv {name}", 1, asdict(gemv_tiles), (work,), {"T": 1}, floor)
+        if "stream" in kinds:
+            for m, bn, bk, share, stages, warps in itertools.product(
+                (8, 32, 64), (32, 64, 128, 256), (64, 128), (1, 2, 3), (3, 4, 5), (4, 8)
             ):
-                bm = 16 if m <= 16 else m
-                programs = -(-n // bn) * split
-                if (bn + bm) * bk * stages * 2 > 200_000 or not 120 <= programs <= 2100 or k // split < 512:
+                if (bn + m) * bk * stages * share * 2 > 210_000 or bn * m > warps * 4096:
                     continue
-                tiles = SkinnyTiles(bm, bn, bk, split, stages, 4)
-                yield Variant(f"skinny {name}", m, asdict(tiles), (skinny(call, tiles),), {"T": m}, floor)
+                tiles = StreamTiles(m, bn, bk, share * PROCESSORS, stages, warps)
+                works = stream(Form(), call, tiles, m)
+                yield Variant(f"stream {name}", m, asdict(tiles), works, {"T": m}, floor)
 
 
 def attention_variants() -> Iterator[Variant]:
@@ -253,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="gemv,skinny,cublaslt,attention")
+    parser.add_argument("--only", default="gemv,stream,cublaslt,attention")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     kinds = set(args.only.split(","))

@@ -32,25 +32,54 @@ missing = {t.name for t in all_tactics().values() if t.device == "cuda" and t.la
 assert all(name.endswith("cublaslt") for name in missing), missing
 """
 
-SPLIT = """
+SHARED = """
 import torch
-from pelton.ir.op import get_op
-from pelton.kernels import conformance_cuda as c
-from pelton.kernels.launch import COUNTERS, CallSpec, OperandSpec
-from pelton.kernels.linear.cuda import SkinnyTiles, skinny
+from pelton.kernels.linear.triton_stream import stream
 
 torch.manual_seed(0)
-for tokens, n, k, split in ((3, 80, 200, 2), (17, 33, 512, 4), (9, 64, 96, 3)):
-    x, w, b = torch.randn(tokens, k), torch.randn(n, k), torch.randn(n)
+# Runs of tiles that begin and end within a tile, meet a tile with others, or hold several.
+for tokens, n, k, programs, kind in (
+    (3, 80, 192, 4, ""), (17, 100, 200, 7, ""), (9, 48, 256, 5, "silu"), (4, 64, 640, 5, "silu"),
+    (2, 32, 640, 9, ""),
+):
+    x, w = torch.randn(tokens, k), torch.randn(n * (2 if kind else 1), k) * k**-0.5
+    residual = torch.randn(tokens, n)
     out = torch.full((tokens, n), float("nan"))
-    workspace = torch.full((COUNTERS + 10 * split * n * 64,), float("nan"))
-    workspace[:COUNTERS] = 0
-    spec = lambda t: OperandSpec(dtype="float32", shape=tuple(t.shape), strides=t.stride())
-    call = CallSpec(inputs=tuple(spec(t) for t in (x, w, b)), outputs=(spec(out),))
-    launch = skinny(call, SkinnyTiles(16, 32, 32, split, 2, 4))
-    c.run(launch, [x, w, b], [out], workspace, {})
-    torch.testing.assert_close(out, x @ w.T + b, rtol=1e-4, atol=1e-4)
-    assert not workspace[:COUNTERS].any()
+    m_tiles = -(-tokens // 16)
+    partial = torch.full((m_tiles * 2 * programs * 2 * 32 * 16,), float("nan"))
+    counters = torch.zeros(64, dtype=torch.int32)
+    stream[(programs, m_tiles)](
+        x, w, None, residual, out, partial, counters, tokens, N=n, K=k, X_ROW=k, R_ROW=n, KIND=kind,
+        BLOCK_M=16, BLOCK_N=32, BLOCK_K=64, PROGRAMS=programs, STAGES=2, PREFETCH=0, DEPENDENT=False,
+    )
+    want = x @ w.T
+    if kind:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(out, want + residual, rtol=1e-4, atol=1e-4)
+    assert not counters.any()
+print("right")
+"""
+
+WORDS = """
+import torch
+from pelton.kernels.linear.triton_gemv import gemv
+
+torch.manual_seed(0)
+for n, k, programs, kind in ((80, 192, 7, ""), (33, 200, 3, "silu")):
+    x, w = torch.randn(1, k).bfloat16(), (torch.randn(n * (2 if kind else 1), k) * k**-0.5).bfloat16()
+    norm, residual = torch.rand(k) + 0.5, torch.randn(1, n).bfloat16()
+    out = torch.full((1, n), float("nan"), dtype=torch.bfloat16)
+    gemv[(programs, 1)](
+        x, w, None, residual, norm, out, 1e-5, N=n, K=k, X_ROW=k, R_ROW=n, KIND=kind, BLOCK_N=4, BLOCK_K=64,
+        PROGRAMS=programs, STAGES=2, PREFETCH=0, DEPENDENT=False,
+    )
+    v = torch.nn.functional.rms_norm(x.float(), (k,), norm, 1e-5)
+    want = v @ w.float().T
+    if kind:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(out.float(), want + residual.float(), rtol=2e-2, atol=2e-2)
 print("right")
 """
 
@@ -86,7 +115,11 @@ def test_every_tactic_computes_what_its_reference_does(tmp_path: Path) -> None:
 
 
 def test_programs_that_share_a_tile_add_up(tmp_path: Path) -> None:
-    assert "right" in run(SPLIT, tmp_path, TRITON_INTERPRET="1")
+    assert "right" in run(SHARED, tmp_path, TRITON_INTERPRET="1")
+
+
+def test_a_row_of_bfloat16_is_read_in_words(tmp_path: Path) -> None:
+    assert "right" in run(WORDS, tmp_path, TRITON_INTERPRET="1")
 
 
 def test_kernels_are_compiled_without_a_gpu(tmp_path: Path) -> None:

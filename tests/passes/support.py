@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,11 @@ def _noise(recipe: Recipe) -> HostTensor:
     return HostTensor("float32", (rows, 4), rng.standard_normal((rows, 4), dtype=np.float32))
 
 
-FLOAT32 = PassContext(quant_of=lambda _: "float32", read=_noise)
+#: Ops for which only GPUs have kernels.
+GPU_OPS = ("linear_add", "norm_linear", "norm_linear_gated")
+ANY_KERNEL = PassContext(quant_of=lambda _: "float32", read=_noise)
+FLOAT32 = replace(ANY_KERNEL, has_tactic=lambda spec: spec.op not in GPU_OPS)
+"""A CPU's."""
 
 
 def create(hf: Any, **changes: Any) -> nn.CausalLM:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib
 import os
@@ -25,6 +24,8 @@ from pelton.kernels.sampling.cuda import resolve_source, sampler_source
 #: Shared memory that a block may have, bytes, by compute capability.
 MAX_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _LEAST_SHARED = 99 << 10
+#: First compute capability with programmatic dependent launch.
+_DEPENDENT_SM = 90
 #: A process more pays from so many kernels on: it takes a second to start.
 _WORTH_A_PROCESS = 4
 
@@ -69,6 +70,8 @@ def _compile_triton(source: KernelSource, sm: int) -> Cubin:
         ) from error
     function = getattr(importlib.import_module(source.module), source.function)
     types, constants = dict(source.types), dict(source.constants)
+    if source.dependent:
+        constants["DEPENDENT"] = sm >= _DEPENDENT_SM
     signature = {name: types.get(name, "constexpr") for name in function.arg_names}
     unknown = (types.keys() | constants.keys()) ^ set(function.arg_names)
     assert not unknown, f"{source.function}: parameters do not match its launch: {sorted(unknown)}"
@@ -97,12 +100,18 @@ def _compile_triton(source: KernelSource, sm: int) -> Cubin:
     )
 
 
-def _stored(works: Sequence[Work], index: Mapping[Source, int]) -> tuple[StoredWork, ...]:
-    return tuple(
-        Launch(kernel=index[w.kernel], grid=w.grid, arguments=w.arguments)
-        if isinstance(w, LaunchSpec)
-        else Matmul(**dataclasses.asdict(w))
-        for w in works
+def _stored(works: Sequence[Work], index: Mapping[Source, int], sm: int) -> tuple[StoredWork, ...]:
+    return tuple(_launch(w, index, sm) if isinstance(w, LaunchSpec) else Matmul(**vars(w)) for w in works)
+
+
+def _launch(spec: LaunchSpec, index: Mapping[Source, int], sm: int) -> Launch:
+    dependent = spec.kernel.dependent and sm >= _DEPENDENT_SM
+    return Launch(
+        kernel=index[spec.kernel],
+        grid=spec.grid,
+        arguments=spec.arguments,
+        dependent=dependent,
+        footprint=spec.footprint if dependent else 0,
     )
 
 
@@ -149,7 +158,8 @@ class CodeWriter:
             launches=tuple(
                 {
                     tactic: Variants(
-                        any=_stored(always, index), decode=None if decode is None else _stored(decode, index)
+                        any=_stored(always, index, self.sm),
+                        decode=None if decode is None else _stored(decode, index, self.sm),
                     )
                     for tactic, (always, decode) in by_tactic.items()
                 }

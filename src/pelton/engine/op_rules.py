@@ -56,10 +56,13 @@ _TABLE: dict[str, tuple[str, tuple[Callable[[Bound], bool], ...]]] = {
     "kv_write": ("k:t,S,D v:t,S,D k_cache:P,S,B,D v_cache:P,S,B,D #slot_mapping:t ->", ()),
     "layer_norm": ("x:...,K weight?:K bias?:K -> ...,K | eps", ()),
     "linear": ("x:T,K weight:N,K bias?:N -> T,N", ()),
+    "linear_add": ("x:T,K weight:N,K bias?:N residual:T,N -> T,N", ()),
     "linear_gated": ("x:T,K weight:2N,K bias?:2N -> T,N | kind", ()),
     "linear_gated_q8": ("@x:T,Q weight:2N,K bias?:2N -> T,N | kind", (_q8,)),
     "linear_q8": ("@x:T,Q weight:N,K bias?:N -> T,N", (_q8,)),
     "mul": ("x:* y:* -> *", ()),
+    "norm_linear": ("x:T,K weight:N,K bias?:N norm_weight:K -> T,N | eps", ()),
+    "norm_linear_gated": ("x:T,K weight:2N,K bias?:2N norm_weight:K -> T,N | kind eps", ()),
     "paged_attention": (
         "q:t,H,D k_cache:P,S,B,D v_cache:P,S,B,D #block_table:R,M #cu_seqlens:C #seq_lens:R -> t,H,D"
         " | scale window softcap",

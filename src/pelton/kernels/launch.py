@@ -14,6 +14,8 @@ import msgspec
 
 Dim = int | str
 
+#: Whether kernels that can are launched while the one before them still runs.
+OVERLAP = False
 #: The workspace begins with this many int32 zeros, for kernels whose programs count each other.
 COUNTERS = 1 << 14
 COUNTER_BYTES = 4 * COUNTERS
@@ -75,6 +77,10 @@ class KernelSource:
     """Pointers known to be multiples of 16 bytes."""
     num_warps: int = 4
     num_stages: int = 2
+    dependent: bool = False
+    """Launched while the kernel before it still runs, where the GPU can (compute capability 9.0 and later):
+    its constant DEPENDENT is then True, and every program waits before it touches what a step writes
+    (``gpu/triton_dependent.py``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,8 @@ class CudaSource:
     """Dynamic shared memory, bytes."""
     suffix: str = ""
     """``a`` for instructions of one architecture alone (sm_90a)."""
+    dependent: bool = False
+    """As ``KernelSource.dependent``; such a kernel is for compute capability 9.0 and later."""
 
 
 Source = KernelSource | CudaSource
@@ -106,14 +114,19 @@ class LaunchSpec:
     kernel: Source
     grid: tuple[tuple[Term, ...], ...]
     arguments: tuple[Argument, ...]
+    footprint: int = 0
+    """Dynamic shared memory, bytes, that a program of a dependent kernel takes at least.
+
+    Kernels that overlap share multiprocessors evenly only where all their programs are of one size: else a
+    few multiprocessors get most of the next kernel's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulSpec:
-    """A product left to cuBLASLt: output 0 = input 0 @ input 1 transposed, ``n`` columns, ``k`` inner.
+    """A product left to cuBLASLt: ``out = x @ weight.T (+ residual)``, ``n`` columns, ``k`` inner.
 
-    ``x_row``: elements from one row of input 0 to the next; ``dtype`` of all three but the result, which is
-    ``out_dtype``.
+    It has the rows of the call's input 0. ``x_row``: elements from one row of ``x`` to the next; ``dtype`` of
+    all but the result, which is ``out_dtype``. The residual has dense rows of that type.
     """
 
     n: int
@@ -121,8 +134,10 @@ class MatmulSpec:
     x_row: int
     dtype: str
     out_dtype: str
-    to_workspace: bool = False
-    """Whether the result goes to the workspace instead."""
+    x: Argument
+    weight: Argument
+    out: Argument
+    residual: Argument | None = None
 
 
 Work = LaunchSpec | MatmulSpec
@@ -155,6 +170,11 @@ class CallSpec:
         return operand
 
 
+def workspace(offset: int) -> Argument:
+    """``offset`` bytes into the scratch, a multiple of 16; the reserved counters are not in the way."""
+    return Argument("workspace", offset=COUNTER_BYTES + offset)
+
+
 TRITON_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32", "uint8": "u8"}
 
 
@@ -180,10 +200,9 @@ class Builder:
         return self._pointer(name, self._call.outputs[index], Argument("output", index=index))
 
     def workspace(self, name: str, offset: int = 0, dtype: str = "float32") -> Builder:
-        """``offset``: bytes, a multiple of 16; the reserved counters are not in the way."""
         self._aligned.add(name)
         self._types.append((name, "*" + TRITON_TYPES[dtype]))
-        self._arguments.append(Argument("workspace", offset=COUNTER_BYTES + offset))
+        self._arguments.append(workspace(offset))
         return self
 
     def counters(self, name: str) -> Builder:
@@ -211,7 +230,17 @@ class Builder:
         self._constants += values.items()
         return self
 
-    def launch(self, *grid: tuple[Term, ...], num_warps: int = 4, num_stages: int = 2) -> LaunchSpec:
+    def launch(
+        self,
+        *grid: tuple[Term, ...],
+        num_warps: int = 4,
+        num_stages: int = 2,
+        dependent: bool = False,
+        footprint: int = 0,
+    ) -> LaunchSpec:
+        """``dependent``: of a kernel with the constant DEPENDENT."""
+        if dependent:
+            self.constants(DEPENDENT=False)  # becomes True where the kernel is compiled for a GPU that can
         source = KernelSource(
             module=self._module,
             function=self._function,
@@ -220,8 +249,9 @@ class Builder:
             aligned=frozenset(self._aligned),
             num_warps=num_warps,
             num_stages=num_stages,
+            dependent=dependent and OVERLAP,
         )
-        return LaunchSpec(source, grid, tuple(self._arguments))
+        return LaunchSpec(source, grid, tuple(self._arguments), footprint)
 
     def _pointer(self, name: str, operand: OperandSpec, argument: Argument) -> Builder:
         if operand.aligned:

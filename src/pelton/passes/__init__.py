@@ -14,8 +14,10 @@ from pelton.passes import (
     fuse_products,
     fuse_qkv,
     gemm_bias,
+    gemm_residual,
     gemm_swiglu,
     move_quantise,
+    norm_gemm,
     norm_quantise,
     parallelize_embedding,
     rope_kv_write,
@@ -48,6 +50,8 @@ PASSES: tuple[Pass, ...] = (
     explicit_quantise.PASS,
     move_quantise.PASS,
     norm_quantise.PASS,
+    gemm_residual.PASS,
+    norm_gemm.PASS,
     dead_code.PASS,
 )
 """Every pass in order: model passes, then graph passes."""

@@ -27,6 +27,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="kernel"):
     kernel: int
     grid: tuple[tuple[Term, ...], ...]
     arguments: tuple[Argument, ...]
+    dependent: bool = False
+    """Launched while the kernel before it still runs: it waits for that one itself."""
+    footprint: int = 0
+    """Dynamic shared memory that it is given at least, bytes."""
 
 
 class Matmul(msgspec.Struct, frozen=True, kw_only=True, tag="matmul"):
@@ -37,7 +41,10 @@ class Matmul(msgspec.Struct, frozen=True, kw_only=True, tag="matmul"):
     x_row: int
     dtype: str
     out_dtype: str
-    to_workspace: bool = False
+    x: Argument
+    weight: Argument
+    out: Argument
+    residual: Argument | None = None
 
 
 Work = Launch | Matmul

@@ -15,20 +15,33 @@ from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
 from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice
 from pelton.errors import EngineError
 from pelton.kernels.gpu.cublaslt import CublasLt
-from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, launch, tensor_map
-from pelton.kernels.launch import COUNTER_BYTES
+from pelton.kernels.gpu.driver import (
+    Function,
+    LaunchConfig,
+    Stream,
+    dependent_launch,
+    launch,
+    tensor_map,
+)
+from pelton.kernels.launch import Argument
 
 
 class _Bound:
     """One launch with its arguments in place."""
 
-    def __init__(self, function: Function, threads: int, work: Launch, pointers: list[int]) -> None:
+    def __init__(
+        self, function: Function, threads: int, shared: int, work: Launch, pointers: list[int]
+    ) -> None:
         self.work = work
         self.function = function
         self.parameters = (C.c_void_p * len(pointers))(*pointers)
         self.config = LaunchConfig()
         self.config.block[:] = (threads, 1, 1)
-        self.config.shared = function.shared
+        self.config.shared = max(shared, work.footprint)
+        if work.dependent:
+            self._attribute = dependent_launch()
+            self.config.attributes = C.pointer(self._attribute)
+            self.config.n_attributes = 1
 
     def run(self, stream: Stream, dims: Mapping[str, int]) -> None:
         grid = [sum(term.value(dims) for term in axis) for axis in self.work.grid]
@@ -42,10 +55,10 @@ class _Bound:
 class _Product:
     """One product by cuBLASLt with its addresses."""
 
-    def __init__(self, cublas: CublasLt, work: Matmul, rows: str, x: int, weight: int, out: int) -> None:
+    def __init__(self, cublas: CublasLt, work: Matmul, rows: str, addresses: Mapping[str, int]) -> None:
         self._cublas, self._rows = cublas, rows
         self._arguments = {name: getattr(work, name) for name in ("n", "k", "x_row", "dtype", "out_dtype")}
-        self._arguments |= {"x": x, "weight": weight, "out": out}
+        self._arguments |= addresses
 
     def run(self, stream: Stream, dims: Mapping[str, int]) -> None:
         if dims[self._rows]:
@@ -73,15 +86,22 @@ class Launcher:
         workspace: int,
     ) -> None:
         self._plan = plan
-        self._functions = [Function((root / k.file).read_bytes(), k.name, k.shared) for k in code.kernels]
         self._code = code
         self._dims: dict[str, C.c_int32] = {}
         self._keep: list[object] = []
         self._address_of = address_of
         self._workspace = workspace
-        works = (
+        works = [
             w for by_tactic in code.launches for v in by_tactic.values() for w in (*v.any, *(v.decode or ()))
-        )
+        ]
+        shared = [k.shared for k in code.kernels]
+        for work in works:
+            if isinstance(work, Launch):
+                shared[work.kernel] = max(shared[work.kernel], work.footprint)
+        self._functions = [
+            Function((root / k.file).read_bytes(), k.name, size)
+            for k, size in zip(code.kernels, shared, strict=True)
+        ]
         self._cublas = CublasLt() if any(isinstance(w, Matmul) for w in works) else None
         self._bound: list[list[tuple[int, list[_Work], list[_Work]]]] = []
         """Of each instruction: (largest rows, work of any step, work of decode steps)."""
@@ -111,12 +131,20 @@ class Launcher:
         if isinstance(work, Launch):
             return self._bind(instruction, work)
         assert self._cublas is not None
-        x, weight = (self._plan.operands[i] for i in instruction.inputs[:2])
-        out = self._plan.operands[instruction.outputs[0]]
-        addresses = [self._address_of(operand) for operand in (x, weight, out)]
-        if work.to_workspace:
-            addresses[2] = self._workspace + COUNTER_BYTES
-        return _Product(self._cublas, work, str(x.shape[0]), *addresses)
+        arguments = {"x": work.x, "weight": work.weight, "out": work.out, "residual": work.residual}
+        addresses = {n: self._pointer(instruction, a) for n, a in arguments.items() if a is not None}
+        rows = self._plan.operands[instruction.inputs[0]].shape[0]
+        return _Product(self._cublas, work, str(rows), addresses)
+
+    def _pointer(self, instruction: Instruction, argument: Argument) -> int:
+        match argument.kind:
+            case "input":
+                return self._address_of(self._plan.operands[instruction.inputs[argument.index]])
+            case "output":
+                return self._address_of(self._plan.operands[instruction.outputs[argument.index]])
+            case "workspace":
+                return self._workspace + argument.offset
+        raise AssertionError(f"{argument.kind} is no address")
 
     def _bind(self, instruction: Instruction, work: Launch) -> _Bound:
         kernel = self._code.kernels[work.kernel]
@@ -124,14 +152,6 @@ class Launcher:
         for argument in work.arguments:
             value: object
             match argument.kind:
-                case "input":
-                    operand = self._plan.operands[instruction.inputs[argument.index]]
-                    value = C.c_uint64(self._address_of(operand))
-                case "output":
-                    operand = self._plan.operands[instruction.outputs[argument.index]]
-                    value = C.c_uint64(self._address_of(operand))
-                case "workspace":
-                    value = C.c_uint64(self._workspace + argument.offset)
                 case "dim":
                     value = self._dims.setdefault(argument.dim, C.c_int32())
                 case "int":
@@ -139,16 +159,18 @@ class Launcher:
                 case "float":
                     value = C.c_float(argument.value)
                 case "tensor_map":
-                    operand = self._plan.operands[instruction.inputs[argument.index]]
                     assert argument.map is not None
+                    operand = self._plan.operands[instruction.inputs[argument.index]]
                     value = tensor_map(self._address_of(operand), argument.map)
+                case _:
+                    value = C.c_uint64(self._pointer(instruction, argument))
             self._keep.append(value)
             pointers.append(C.addressof(value))  # type: ignore[arg-type]
         for _ in range(kernel.scratch):
             null = C.c_uint64(0)
             self._keep.append(null)
             pointers.append(C.addressof(null))
-        return _Bound(self._functions[work.kernel], kernel.threads, work, pointers)
+        return _Bound(self._functions[work.kernel], kernel.threads, kernel.shared, work, pointers)
 
     def run(
         self, stream: Stream, dims: Mapping[str, int], after: Callable[[int], None] | None = None

@@ -15,7 +15,7 @@ def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
     b.output("out", 0).output("total", 1).number("eps", float(call.attrs["eps"]))
     block = power_of_two(dim)
     b.constants(D=dim, X_ROW=x.strides[0], R_ROW=residual.strides[0], BLOCK=block)
-    return (b.launch((rows(x),), num_warps=max(1, min(16, block // 512))),)
+    return (b.launch((rows(x),), num_warps=max(1, min(16, block // 512)), dependent=True),)
 
 
 TACTICS = [

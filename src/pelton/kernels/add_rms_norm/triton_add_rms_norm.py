@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pelton.kernels.gpu.triton_dependent import gdc_launch_dependents, gdc_wait
+
 
 @triton.jit
 def add_rms_norm(
@@ -16,7 +18,11 @@ def add_rms_norm(
     X_ROW: tl.constexpr,
     R_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < D

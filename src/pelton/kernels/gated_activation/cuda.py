@@ -16,7 +16,7 @@ def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
     b = Builder(call, MODULE, "gated_activation").input("gate", 0).input("up", 1).output("out")
     b.constants(WIDTH=width, GATE_ROW=gate.strides[0], UP_ROW=up.strides[0], KIND=str(call.attrs["kind"]))
     b.constants(BLOCK=block)
-    return (b.launch((rows(gate),), (Term(times=-(-width // block)),)),)
+    return (b.launch((rows(gate),), (Term(times=-(-width // block)),), dependent=True),)
 
 
 def _supports(node: NodeSpec) -> bool:

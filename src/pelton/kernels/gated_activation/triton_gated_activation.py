@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pelton.kernels.gpu.triton_dependent import gdc_launch_dependents, gdc_wait
+
 
 @triton.jit
 def activate(v, KIND: tl.constexpr):
@@ -30,7 +32,11 @@ def gated_activation(
     UP_ROW: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < WIDTH

@@ -103,13 +103,17 @@ class CublasLt:
         x: int,
         weight: int,
         out: int,
+        residual: int = 0,
     ) -> None:
-        """``out`` (tokens, n) = ``x`` (tokens, k) @ ``weight`` (n, k) transposed; addresses of the device."""
+        """``out`` (tokens, n) = ``x`` (tokens, k) @ ``weight`` (n, k) transposed (+ ``residual``).
+
+        Addresses of the device; the residual is of ``out``'s shape and type, 0: none.
+        """
         key = (tokens, n, k, x_row, dtype, out_dtype)
         if key not in self._plans:
             self._plans[key] = self._plan(*key)  # type: ignore[arg-type]
         description, a, b, d, algorithm = self._plans[key]
-        one, zero = C.c_float(1.0), C.c_float(0.0)
+        one, beta = C.c_float(1.0), C.c_float(1.0 if residual else 0.0)
         _call(
             "cublasLtMatmul",
             self.handle,
@@ -119,8 +123,8 @@ class CublasLt:
             a,
             address(x),
             b,
-            C.byref(zero),
-            address(out),
+            C.byref(beta),
+            address(residual or out),
             d,
             address(out),
             d,

@@ -31,6 +31,8 @@ _OUT_OF_MEMORY = 2
 _FATAL = frozenset({214, 219, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 _CAPTURE_THREAD_LOCAL = 1
 _EVENT_DISABLE_TIMING = 2
+#: CUlaunchAttributeID: programmatic stream serialization (dependent launch)
+_PROGRAMMATIC = 6
 
 
 class LaunchAttribute(C.Structure):
@@ -50,6 +52,14 @@ class LaunchConfig(C.Structure):
         ("attributes", C.POINTER(LaunchAttribute)),
         ("n_attributes", C.c_uint),
     )
+
+
+def dependent_launch() -> LaunchAttribute:
+    """The attribute of a kernel that may begin before the one ahead of it in the stream has ended."""
+    attribute = LaunchAttribute()
+    attribute.id = _PROGRAMMATIC
+    attribute.value[0] = 1
+    return attribute
 
 
 @functools.cache

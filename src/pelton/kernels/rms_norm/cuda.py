@@ -8,16 +8,23 @@ from pelton.kernels.tactic import Tactic, float_rows
 MODULE = "pelton.kernels.rms_norm.triton_rms_norm"
 
 
-def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
+def norm_launch(call: CallSpec, weight: int = 1, *, to_workspace: bool = False) -> LaunchSpec:
+    """Input 0, normed with the weight at input ``weight``, to the output or the workspace's beginning."""
     x = call.input(0)
     dim = int(x.shape[-1])
     heads = int(x.shape[1]) if len(x.shape) == 3 else 1
-    b = Builder(call, MODULE, "rms_norm").input("x", 0).input("weight", 1).output("out")
+    b = Builder(call, MODULE, "rms_norm").input("x", 0).input("weight", weight)
+    b = b.workspace("out", dtype=x.dtype) if to_workspace else b.output("out")
     b.number("eps", float(call.attrs["eps"]))
     b.constants(HEADS=heads, D=dim, X_ROW=x.strides[0], X_HEAD=x.strides[1] if heads > 1 else 0)
     block = power_of_two(dim)
     b.constants(BLOCK=block)
-    return (b.launch((rows(x),), (Term(times=heads),), num_warps=max(1, min(16, block // 512))),)
+    warps = max(1, min(16, block // 512))
+    return b.launch((rows(x),), (Term(times=heads),), num_warps=warps, dependent=True)
+
+
+def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
+    return (norm_launch(call),)
 
 
 TACTICS = [

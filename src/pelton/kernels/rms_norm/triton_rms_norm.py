@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pelton.kernels.gpu.triton_dependent import gdc_launch_dependents, gdc_wait
+
 
 @triton.jit
 def rms_norm(
@@ -15,11 +17,15 @@ def rms_norm(
     X_ROW: tl.constexpr,
     X_HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     mask = cols < D
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     v = tl.load(x + row * X_ROW + head * X_HEAD + cols, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
     w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)

@@ -1,0 +1,49 @@
+"""norm_linear: ``y = rms_norm(x) @ weight.T (+ bias)``, a norm that one product alone reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pelton.ir.op import Op, Sample, register
+from pelton.ir.ops import linear, rms_norm
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """``x``: (T, K); ``weight``: (N, K); ``bias``: (N,) or None; ``norm_weight``: (K,) -> (T, N)."""
+    return linear.reference(rms_norm.reference(x, norm_weight, eps), weight, bias)
+
+
+def shape_rule(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def samples(g: torch.Generator) -> Iterator[Sample]:
+    shapes = ((1, 48, 64), (1, 33, 96), (2, 64, 256), (9, 40, 200), (33, 100, 288), (67, 49, 256))
+    for tokens, n, k in shapes:
+        x = torch.randn(tokens, k, generator=g) * 3
+        w = torch.randn(n, k, generator=g) * k**-0.5
+        b = torch.randn(n, generator=g) if n % 2 else None
+        norm = torch.rand(k, generator=g) + 0.5
+        yield Sample(args=(x, w, b, norm, 1e-5), name=f"{tokens}x{n}x{k}", quant={1: "float32"})
+    wide = torch.randn(4, 300, generator=g)
+    w, norm = torch.randn(24, 64, generator=g) / 8, torch.rand(64, generator=g)
+    yield Sample(args=(wide[:, 100:164], w, None, norm, 1e-6), name="strided rows", quant={1: "float32"})
+
+
+OP = register(
+    Op(
+        name="norm_linear",
+        schema="norm_linear(Tensor x, Tensor weight, Tensor? bias, Tensor norm_weight, float eps) -> Tensor",
+        reference=reference,
+        shape_rule=shape_rule,
+        samples=samples,
+        tolerance={"float32": 1e-5, "bfloat16": 1e-2},
+        optional=True,
+    )
+)

@@ -1,0 +1,66 @@
+"""norm_linear_gated: ``act(gate(y)) * up(y)`` of ``y = rms_norm(x)``: the first half of an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pelton.ir.op import Op, Sample, register
+from pelton.ir.ops import linear_gated, rms_norm
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """``x``: (T, K); ``weight``: (2 I, K), the gate's rows first; ``bias``: (2 I,) or None; ``kind`` as
+    in ``activation``; ``norm_weight``: (K,) -> (T, I)."""
+    return linear_gated.reference(rms_norm.reference(x, norm_weight, eps), weight, bias, kind)
+
+
+def shape_rule(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+
+
+def samples(g: torch.Generator) -> Iterator[Sample]:
+    shapes = (
+        (1, 32, 64, "silu"),
+        (1, 33, 96, "gelu"),
+        (2, 33, 256, "gelu_tanh"),
+        (9, 48, 200, "silu"),
+        (67, 40, 256, "silu"),
+    )
+    for tokens, i, k, kind in shapes:
+        x = torch.randn(tokens, k, generator=g) * 3
+        w = torch.randn(2 * i, k, generator=g) * k**-0.5
+        b = torch.randn(2 * i, generator=g) if i % 2 else None
+        norm = torch.rand(k, generator=g) + 0.5
+        yield Sample(args=(x, w, b, kind, norm, 1e-5), name=f"{tokens}x{i}x{k} {kind}", quant={1: "float32"})
+
+
+OP = register(
+    Op(
+        name="norm_linear_gated",
+        schema=(
+            "norm_linear_gated(Tensor x, Tensor weight, Tensor? bias, str kind, Tensor norm_weight, "
+            "float eps) -> Tensor"
+        ),
+        reference=reference,
+        shape_rule=shape_rule,
+        samples=samples,
+        tolerance={"float32": 2e-5, "bfloat16": 2e-2},
+        optional=True,
+    )
+)

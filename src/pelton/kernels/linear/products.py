@@ -1,0 +1,300 @@
+"""How the GPU's matrix products are launched, with what an op may have around them.
+
+Three shapes of the same product: one token reads the weight once and is bound by memory (``gemv``); some
+dozens share that read on tensor cores (``stream``); more are bound by arithmetic, and cuBLASLt's. A norm
+before is part of the first, and a kernel of its own before the others; an activation, bias or residual after
+is part of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pelton.dtypes import ITEMSIZE
+from pelton.kernels.gated_activation.cuda import KINDS
+from pelton.kernels.gated_activation.cuda import MODULE as GATED
+from pelton.kernels.launch import (
+    COUNTERS,
+    Argument,
+    Builder,
+    CallSpec,
+    MatmulSpec,
+    Term,
+    Work,
+    power_of_two,
+    rows,
+    workspace,
+)
+from pelton.kernels.linear.tiles import (
+    GemvTiles,
+    StreamTiles,
+    gemv_tiles,
+    invariant_tiles,
+    stream_tiles,
+)
+from pelton.kernels.rms_norm.cuda import norm_launch
+from pelton.kernels.tactic import NodeSpec, Tactic
+
+GEMV = "pelton.kernels.linear.triton_gemv"
+GEMM = "pelton.kernels.linear.triton_gemm"
+STREAM = "pelton.kernels.linear.triton_stream"
+_DENSE = ("float32", "float16", "bfloat16")
+#: Parts of the workspace begin at multiples of so many bytes.
+_ALIGN = 256
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an op has around the product of its inputs 0 and 1 and the bias, input 2: by input index."""
+
+    gated: bool = False
+    """The weight has gate rows, then as many up rows; the result is ``act(gate) * up``."""
+    residual: int | None = None
+    """Added to the result."""
+    norm: int | None = None
+    """Weight of the RMS norm that input 0 passes first."""
+
+
+Launches = Callable[[CallSpec, int], tuple[Work, ...]]
+
+
+def supports_dense(form: Form, node: NodeSpec) -> bool:
+    """Nothing packed; an activation that the kernels know."""
+    kinds = [t.quant or t.dtype for t in node.inputs if t is not None]
+    return all(kind in _DENSE for kind in kinds) and (not form.gated or node.attrs["kind"] in KINDS)
+
+
+def _supports_gemv(form: Form, node: NodeSpec) -> bool:
+    weight = node.inputs[1]
+    assert weight is not None
+    return supports_dense(form, node) and int(weight.shape[1]) % 2 == 0
+
+
+def _supports_cublaslt(form: Form, node: NodeSpec) -> bool:
+    x, weight, bias = node.inputs[:3]
+    assert x is not None
+    assert weight is not None
+    # Gated, the second half of a row must be aligned as pointers of the kernel are.
+    aligned = not form.gated or int(weight.shape[0]) % 32 == 0
+    return (
+        supports_dense(form, node) and bias is None and (weight.quant or weight.dtype) == x.dtype and aligned
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _normed_bytes(form: Form, k: int, dtype: str, max_tokens: int) -> int:
+    """Of the normed rows, which lie at the beginning of the workspace."""
+    return _aligned(max_tokens * k * ITEMSIZE[dtype]) if form.norm is not None else 0
+
+
+class _Product:
+    """The parts of a call that every kernel of it needs."""
+
+    def __init__(self, form: Form, call: CallSpec, max_tokens: int) -> None:
+        self.form, self.call, self.max_tokens = form, call, max_tokens
+        self.x, self.weight = call.input(0), call.input(1)
+        stacked, self.k = int(self.weight.shape[0]), int(self.weight.shape[1])
+        self.n = stacked // 2 if form.gated else stacked
+        self.kind = str(call.attrs["kind"]) if form.gated else ""
+        self.itemsize = max(ITEMSIZE[self.weight.dtype], ITEMSIZE[self.x.dtype])
+        self.scratch = _normed_bytes(form, self.k, self.x.dtype, max_tokens)
+        """Where the workspace is free, in bytes."""
+
+    def norm(self) -> tuple[Work, ...]:
+        """The norm into the workspace, where the op has one."""
+        if self.form.norm is None:
+            return ()
+        return (norm_launch(self.call, self.form.norm, to_workspace=True),)
+
+    def builder(self, module: str, function: str, *, normed: bool) -> Builder:
+        """x, weight, bias, residual; ``normed``: x lies in the workspace."""
+        b = Builder(self.call, module, function)
+        b = b.workspace("x", dtype=self.x.dtype) if normed else b.input("x", 0)
+        b.input("weight", 1).input("bias", 2)
+        if self.form.residual is None:
+            b.constants(residual=None, R_ROW=0)
+        else:
+            b.input("residual", self.form.residual)
+            b.constants(R_ROW=self.call.input(self.form.residual).strides[0])
+        b.constants(N=self.n, K=self.k, X_ROW=self.k if normed else self.x.strides[0], KIND=self.kind)
+        return b
+
+
+def gemv(form: Form, call: CallSpec, tiles: GemvTiles, prefetch: int = 0) -> Work:
+    """Each row of x by itself. ``prefetch``: bytes of a row of the weight, a multiple of 16."""
+    p = _Product(form, call, 1)
+    b = p.builder(GEMV, "gemv", normed=False)
+    if form.norm is None:
+        b.constants(norm=None)
+    else:
+        b.input("norm", form.norm)
+    b.output("out").number("eps", float(call.attrs.get("eps", 0.0)))
+    programs = min(tiles.programs, -(-p.n // tiles.block_n))
+    b.constants(BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, PROGRAMS=programs, STAGES=tiles.stages)
+    b.constants(PREFETCH=_prefetch(p, prefetch))
+    return b.launch((Term(times=programs),), (rows(p.x),), num_warps=tiles.warps, dependent=True)
+
+
+def stream(
+    form: Form, call: CallSpec, tiles: StreamTiles, max_tokens: int, prefetch: int = 0
+) -> tuple[Work, ...]:
+    """A norm into the workspace, where there is one, and the product."""
+    p = _Product(form, call, max_tokens)
+    b = p.builder(STREAM, "stream", normed=form.norm is not None).output("out")
+    b.workspace("partial", p.scratch).counters("counters").dim("tokens", p.x.shape[0])
+    b.constants(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k)
+    b.constants(PROGRAMS=tiles.programs, STAGES=tiles.stages, PREFETCH=_prefetch(p, prefetch))
+    shared = not _whole(tiles, p.n, p.k)
+    assert not shared or -(-p.n // tiles.block_n) * -(-max_tokens // tiles.block_m) <= COUNTERS
+    grid = (Term(times=tiles.programs),), (rows(p.x, tiles.block_m),)
+    return *p.norm(), b.launch(*grid, num_warps=tiles.warps, dependent=True)
+
+
+def _prefetch(p: _Product, nbytes: int) -> int:
+    """What the kernel may ask for: within a row that begins at a multiple of 16 bytes."""
+    row = p.k * ITEMSIZE[p.weight.dtype]
+    return min(nbytes, row) if row % 16 == 0 and p.weight.aligned else 0
+
+
+def _whole(tiles: StreamTiles, n: int, k: int) -> bool:
+    """Whether every program has whole tiles, so that none is shared."""
+    k_tiles = -(-k // tiles.block_k)
+    units = -(-n // tiles.block_n) * k_tiles
+    return units % tiles.programs == 0 and units // tiles.programs % k_tiles == 0
+
+
+def cublaslt(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+    """The norm before and the activation after are kernels of their own; the residual is cuBLASLt's C."""
+    p = _Product(form, call, max_tokens)
+    out = call.outputs[0]
+    normed = form.norm is not None
+    product = MatmulSpec(
+        n=2 * p.n if form.gated else p.n,
+        k=p.k,
+        x_row=p.k if normed else p.x.strides[0],
+        dtype=p.x.dtype,
+        out_dtype=out.dtype,
+        x=workspace(0) if normed else Argument("input"),
+        weight=Argument("input", index=1),
+        out=workspace(p.scratch) if form.gated else Argument("output"),
+        residual=None if form.residual is None else Argument("input", index=form.residual),
+    )
+    if not form.gated:
+        return *p.norm(), product
+    block = min(1024, power_of_two(p.n))
+    b = Builder(call, GATED, "gated_activation")
+    b.workspace("gate", p.scratch, dtype=out.dtype)
+    b.workspace("up", p.scratch + p.n * ITEMSIZE[out.dtype], dtype=out.dtype)
+    b.output("out").constants(WIDTH=p.n, GATE_ROW=2 * p.n, UP_ROW=2 * p.n, KIND=p.kind, BLOCK=block)
+    return *p.norm(), product, b.launch((rows(p.x),), (Term(times=-(-p.n // block)),), dependent=True)
+
+
+def gemm(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+    """Many tokens where cuBLASLt cannot."""
+    p = _Product(form, call, max_tokens)
+    block_n = 64 if form.gated else 128
+    b = p.builder(GEMM, "gemm", normed=form.norm is not None).output("out").dim("tokens", p.x.shape[0])
+    b.constants(BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64 if p.itemsize == 2 else 32, GROUP=8, STAGES=3)
+    return *p.norm(), b.launch((rows(p.x, 128, -(-p.n // block_n)),), num_warps=8)
+
+
+def _invariant(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+    p = _Product(form, call, max_tokens)
+    return stream(form, call, invariant_tiles(p.n, p.itemsize, form.gated), max_tokens)
+
+
+# ---- Tactics ----
+
+
+def _node_sizes(form: Form, node: NodeSpec) -> tuple[int, int, str, int]:
+    """(n, k, dtype of x, bytes of the widest element)."""
+    x, weight = node.inputs[:2]
+    assert x is not None
+    assert weight is not None
+    n = int(weight.shape[0]) // (2 if form.gated else 1)
+    return n, int(weight.shape[1]), x.dtype, max(ITEMSIZE[x.dtype], ITEMSIZE[weight.quant or weight.dtype])
+
+
+def _stream_bytes(form: Form, node: NodeSpec, max_tokens: int, tiles: StreamTiles) -> int:
+    n, k, dtype, _ = _node_sizes(form, node)
+    total = _normed_bytes(form, k, dtype, max_tokens)
+    if not _whole(tiles, n, k):
+        tile = tiles.block_n * tiles.block_m * 4 * (2 if form.gated else 1)
+        total += -(-max_tokens // tiles.block_m) * 2 * tiles.programs * tile
+    return total
+
+
+def _cublaslt_bytes(form: Form, node: NodeSpec, max_tokens: int) -> int:
+    n, k, dtype, _ = _node_sizes(form, node)
+    total = _normed_bytes(form, k, dtype, max_tokens)
+    return total + (max_tokens * 2 * n * ITEMSIZE[dtype] if form.gated else 0)
+
+
+def tactics(op: str, form: Form) -> list[Tactic]:
+    """The tactics of ``op``."""
+
+    def tactic(
+        name: str,
+        launches: Launches,
+        priority: int,
+        nbytes: Callable[[NodeSpec, int], int],
+        supports: Callable[[Form, NodeSpec], bool] = supports_dense,
+        largest: int = 0,
+        invariant: bool = False,
+    ) -> Tactic:
+        return Tactic(
+            name=f"cuda.{op}.{name}",
+            op=op,
+            device="cuda",
+            supports=lambda node: supports(form, node),
+            priority=priority,
+            precision="bfloat16",
+            batch_invariant=invariant,
+            largest_tokens=largest,
+            workspace=nbytes,
+            launches=launches,
+        )
+
+    def gemv_launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+        p = _Product(form, call, 1)
+        return (gemv(form, call, gemv_tiles(p.n, p.k, form.gated)),)
+
+    def stream_launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+        p = _Product(form, call, max_tokens)
+        return stream(form, call, stream_tiles(p.n, p.k, max_tokens, form.gated, p.itemsize), max_tokens)
+
+    def stream_nbytes(node: NodeSpec, max_tokens: int) -> int:
+        n, k, _, itemsize = _node_sizes(form, node)
+        return _stream_bytes(form, node, max_tokens, stream_tiles(n, k, max_tokens, form.gated, itemsize))
+
+    def invariant_nbytes(node: NodeSpec, max_tokens: int) -> int:
+        n, _, _, itemsize = _node_sizes(form, node)
+        return _stream_bytes(form, node, max_tokens, invariant_tiles(n, itemsize, form.gated))
+
+    def normed_nbytes(node: NodeSpec, max_tokens: int) -> int:
+        _, k, dtype, _ = _node_sizes(form, node)
+        return _normed_bytes(form, k, dtype, max_tokens)
+
+    return [
+        tactic("gemv", gemv_launches, 40, lambda node, tokens: 0, _supports_gemv, largest=1),
+        *(tactic(f"stream{m}", stream_launches, 30, stream_nbytes, largest=m) for m in (16, 32, 64)),
+        tactic(
+            "cublaslt",
+            lambda call, tokens: cublaslt(form, call, tokens),
+            20,
+            lambda node, tokens: _cublaslt_bytes(form, node, tokens),
+            _supports_cublaslt,
+        ),
+        tactic("gemm", lambda call, tokens: gemm(form, call, tokens), 10, normed_nbytes),
+        tactic(
+            "invariant",
+            lambda call, tokens: _invariant(form, call, tokens),
+            0,
+            invariant_nbytes,
+            invariant=True,
+        ),
+    ]

@@ -1,0 +1,60 @@
+"""Tiles of the GPU's matrix products by shape, measured on an H200 (``benchmarks/h200_kernels.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+#: Multiprocessors that a product is spread over; an H200 has 132.
+PROCESSORS = 132
+
+
+@dataclass(frozen=True)
+class GemvTiles:
+    """Rows of the weight and columns at a time, programs at most, loads in flight."""
+
+    block_n: int
+    block_k: int
+    programs: int
+    stages: int
+    warps: int
+
+
+def gemv_tiles(n: int, k: int, gated: bool) -> GemvTiles:
+    """For ``n`` results of one token. Gated, a result takes two rows of the weight."""
+    return GemvTiles(2 if gated else 4, 1024 if k >= 1024 else 256, 3 * PROCESSORS, 4, 4)
+
+
+@dataclass(frozen=True)
+class StreamTiles:
+    """Tokens, rows of the weight (gated: of each half) and columns at a time; programs, loads in flight."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    programs: int
+    stages: int
+    warps: int
+
+
+def stream_tiles(n: int, k: int, tokens: int, gated: bool, itemsize: int) -> StreamTiles:
+    """For ``n`` results of each of up to ``tokens`` tokens.
+
+    ``itemsize``: bytes of an element; tiles of 4-byte ones are narrower, to fit into shared memory.
+    """
+    tiles = _stream_tiles(n, k, tokens, gated)
+    units = -(-n // tiles.block_n) * -(-k // tiles.block_k)
+    tiles = replace(tiles, programs=max(1, min(tiles.programs, units // 2)))
+    return tiles if itemsize == 2 else replace(tiles, block_k=tiles.block_k // 4)
+
+
+def _stream_tiles(n: int, k: int, tokens: int, gated: bool) -> StreamTiles:
+    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    if tokens <= 16:
+        return StreamTiles(block_m, 32 if gated else 64, 128, 2 * PROCESSORS, 4, 4)
+    return StreamTiles(block_m, 64 if gated else 128, 64, PROCESSORS, 5, 4)
+
+
+def invariant_tiles(n: int, itemsize: int, gated: bool) -> StreamTiles:
+    """One shape of tile for every step, a program each: a row's sum runs over its columns in one order."""
+    block_n = 32 if gated else 64
+    return StreamTiles(64, block_n, 64 if itemsize == 2 else 32, -(-n // block_n), 3, 4)

@@ -1,0 +1,1 @@
+"""Tactics of ``linear_add``."""

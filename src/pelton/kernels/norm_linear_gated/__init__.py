@@ -1,0 +1,1 @@
+"""Tactics of ``norm_linear_gated``."""
