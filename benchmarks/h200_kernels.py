@@ -1,9 +1,9 @@
 """Sweeps tiles of the GPU kernels at Llama-3.1-8B's shapes: what ``kernels/*/cuda.py`` chooses among.
 
-    python benchmarks/h200_kernels.py [--only gemv,stream,cublaslt,attention] [--json FILE]
+    python benchmarks/h200_kernels.py [--only gemv,stream,cublaslt,attention,prefill] [--json FILE]
 
 Each variant runs in a CUDA graph over enough copies of its weights that none is found in L2. Microseconds of
-a launch, and its share of the floor: bytes that must move at 4.3 TB/s.
+a launch, and its share of the floor: bytes that must move at 4.3 TB/s, operations at 790 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import ctypes as C
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,10 +24,21 @@ from pelton.builder.cubins import Cubin, compile_kernel
 from pelton.engine.resources import cores
 from pelton.errors import PeltonError
 from pelton.kernels.gpu.cublaslt import CublasLt
-from pelton.kernels.gpu.driver import Device, Event, Function, LaunchConfig, Memory, Stream, capture, library
-from pelton.kernels.launch import COUNTER_BYTES, CallSpec, KernelSource, LaunchSpec, OperandSpec
+from pelton.kernels.gpu.driver import (
+    Device,
+    Event,
+    Function,
+    LaunchConfig,
+    Memory,
+    Stream,
+    capture,
+    library,
+    tensor_map,
+)
+from pelton.kernels.launch import COUNTER_BYTES, CallSpec, LaunchSpec, OperandSpec, Source
 from pelton.kernels.linear.products import Form, gemv, stream
 from pelton.kernels.linear.tiles import PROCESSORS, GemvTiles, StreamTiles
+from pelton.kernels.paged_attention import hopper
 from pelton.kernels.paged_attention.cuda import Tiles, attention
 
 BANDWIDTH = 4.3e12
@@ -42,7 +53,7 @@ class Variant:
 
     what: str
     size: int
-    tiles: dict[str, int]
+    tiles: Mapping[str, int]
     works: tuple[Any, ...]
     dims: dict[str, int]
     floor_us: float
@@ -106,16 +117,35 @@ def attention_variants() -> Iterator[Variant]:
                 )
 
 
+#: (new tokens, keys) of each sequence in steps with prefills.
+STEPS = {
+    "prefill 512": [(512, 512)],
+    "prefill 2048": [(2048, 2048)],
+    "prefill 8192": [(8192, 8192)],
+    "2048 of 8192": [(2048, 8192)],
+    "16 prefills of 512": [(512, 512)] * 16,
+    "256 decodes + 2048": [(1, CONTEXT)] * 256 + [(2048, 2048)],
+}
+
+
 def prefill_variants() -> Iterator[Variant]:
-    for tokens in (512, 2048, 8192):
-        floor = 1e6 * 2 * tokens**2 * HEADS * DIM / 790e12
-        call = attention_call(16)
+    call = attention_call(16)
+    for name, lens in STEPS.items():
+        tokens = sum(new for new, _ in lens)
+        dims = {"T": tokens, "B": len(lens)}
+        pairs = sum(new * keys - new * (new - 1) // 2 for new, keys in lens)
+        bytes_read = sum(keys for _, keys in lens) * KV_HEADS * DIM * 4
+        floor = 1e6 * max(4 * pairs * HEADS * DIM / 790e12, bytes_read / BANDWIDTH)
+        for turns, overlap, whole in itertools.product((True, False), repeat=3):
+            launch = hopper.attention(call, tokens, take_turns=turns, overlap=overlap, whole=whole)
+            options = {"turns": turns, "overlap": overlap, "whole": whole}
+            yield Variant(name, tokens, options, (launch,), dims, floor)
         for rows, keys, stages, warps in itertools.product((64, 128, 256), (32, 64, 128), (2, 3, 4), (4, 8)):
             if rows * keys > 128 * 128:
                 continue
             tiles = Tiles(rows, keys, 1, stages, warps)
             works = attention(call, tiles, tokens)
-            yield Variant("prefill", tokens, asdict(tiles), works, {"T": tokens, "B": 1}, floor)
+            yield Variant(name, tokens, asdict(tiles), works, dims, floor)
 
 
 def attention_call(page: int) -> CallSpec:
@@ -138,16 +168,22 @@ def attention_call(page: int) -> CallSpec:
 class Bench:
     """Memory and kernels for one variant after another."""
 
-    def __init__(self, cubins: dict[KernelSource, Cubin]) -> None:
+    def __init__(self, cubins: dict[Source, Cubin]) -> None:
         self.device, self.stream = Device(), Stream()
         self.cubins = cubins
         self.big = Memory(6 << 30)
         self.small = Memory(1 << 30)
         self.workspace = Memory(COUNTER_BYTES + (512 << 20))
-        for memory in (self.big, self.small, self.workspace):
-            memory.fill(0, self.stream)
+        self.workspace.fill(0, self.stream)
+        # Never zeros: a GPU multiplies them with less power, and so faster.
+        block = np.random.default_rng(0).standard_normal(16 << 20).astype(np.float32).view(np.uint32) >> 16
+        values = block.astype(np.uint16)
+        for memory in (self.big, self.small):
+            for offset in range(0, memory.nbytes, values.nbytes):
+                self.stream.copy_in(memory.address + offset, values.ctypes.data, values.nbytes)
+        self.stream.wait()
         self.cublas = CublasLt()
-        self.functions: dict[KernelSource, Function] = {}
+        self.functions: dict[Source, Function] = {}
 
     def linear_addresses(self, n: int, k: int) -> list[tuple[list[int], list[int]]]:
         """(inputs, outputs) of several copies of the weight."""
@@ -158,21 +194,24 @@ class Bench:
         ]
 
     def attention_addresses(
-        self, batch: int, page: int, context: int = CONTEXT, new: int = 1
+        self, page: int, lens: Sequence[tuple[int, int]]
     ) -> list[tuple[list[int], list[int]]]:
-        per = context // page
-        table = np.zeros((batch, 8192 // page), np.int32)
-        table[:, :per] = np.random.default_rng(0).permutation(batch * per).reshape(batch, per)
+        """``lens``: (new tokens, keys) of each sequence."""
+        need = [-(-keys // page) for _, keys in lens]
+        table = np.zeros((len(lens), 8192 // page), np.int32)
+        blocks = np.random.default_rng(0).permutation(sum(need))
+        for row, end, n in zip(table, itertools.accumulate(need), need, strict=True):
+            row[:n] = blocks[end - n : end]
         where = self.small.address + (512 << 20)
-        ends = new * np.arange(batch + 1, dtype=np.int32)
-        arrays = [table, ends, np.full(batch, context, np.int32)]
+        ends = np.cumsum([0, *(new for new, _ in lens)], dtype=np.int32)
+        arrays = [table, ends, np.array([keys for _, keys in lens], np.int32)]
         places = []
         for array in arrays:
             self.stream.copy_in(where, array.ctypes.data, array.nbytes)
             self.stream.wait()
             places.append(where)
             where += -(-array.nbytes // 64) * 64
-        cache = batch * context * KV_HEADS * DIM * 2
+        cache = sum(need) * page * KV_HEADS * DIM * 2
         copies = max(1, min(24, (512 << 20) // (2 * cache)))
         return [
             (
@@ -226,9 +265,12 @@ class Bench:
                     values.append(C.c_int32(dims[argument.dim]))
                 case "float":
                     values.append(C.c_float(argument.value))
+                case "tensor_map":
+                    assert argument.map is not None
+                    values.append(tensor_map(inputs[argument.index], argument.map))
                 case _:
                     values.append(C.c_int32(int(argument.value)))
-        values += [C.c_uint64(0), C.c_uint64(0)]
+        values += [C.c_uint64(0)] * cubin.scratch
         parameters = (C.c_void_p * len(values))(*(C.addressof(v) for v in values))
         config = LaunchConfig()
         grid = [sum(t.value(dims) for t in axis) for axis in work.grid]
@@ -243,7 +285,7 @@ class Bench:
         return launch
 
 
-def compile_or_none(source: KernelSource) -> Cubin | None:
+def compile_or_none(source: Source) -> Cubin | None:
     try:
         return compile_kernel(source, 90)
     except PeltonError:
@@ -275,9 +317,11 @@ def main() -> None:
         ):
             continue
         if variant.what.startswith("attention"):
-            addresses = bench.attention_addresses(variant.size, int(variant.what.split()[-1]))
-        elif variant.what == "prefill":
-            addresses = bench.attention_addresses(1, 16, variant.size, variant.size)
+            addresses = bench.attention_addresses(
+                int(variant.what.split()[-1]), [(1, CONTEXT)] * variant.size
+            )
+        elif variant.what in STEPS:
+            addresses = bench.attention_addresses(16, STEPS[variant.what])
         else:
             addresses = bench.linear_addresses(*SHAPES[variant.what.split()[1]])
         us = bench.microseconds(variant, addresses)

@@ -116,6 +116,9 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     yield make_sample(g, lens=[(9, 20), (1, 17)], softcap=5.0, dim=80, block_size=16)
     yield make_sample(g, lens=[(130, 140), (1, 300)], heads=(8, 8), dim=128, block_size=16)
     yield make_sample(g, lens=[(4, 40), (1, 41)], dim=256, window=16, block_size=16)
+    # Tiles of 128 rows and 128 keys of which some are whole, some cut by the diagonal, the end or the window.
+    yield make_sample(g, lens=[(70, 200), (1, 300), (40, 40)], heads=(8, 2), dim=128, block_size=16)
+    yield make_sample(g, lens=[(90, 400), (1, 17), (64, 192)], heads=(14, 2), window=150, block_size=8)
     for dtype in (torch.float16, torch.bfloat16):
         yield make_sample(g, lens=[(6, 12), (1, 50)], dtype=dtype, block_size=16)
 

@@ -31,10 +31,14 @@ def _supports(node: NodeSpec) -> bool:
     )
 
 
-def attention(call: CallSpec, tokens: int, *, take_turns: bool = True) -> LaunchSpec:
+def attention(
+    call: CallSpec, tokens: int, *, take_turns: bool = True, overlap: bool = True, whole: bool = False
+) -> LaunchSpec:
     """The launch for a step of at most ``tokens`` tokens.
 
-    ``take_turns``: whether the two computing warp groups start their products one after the other.
+    ``take_turns``: whether the two computing warp groups start their products one after the other;
+    ``overlap``: whether a group's exponentials run under its own product with V; ``whole``: whether V is
+    copied a page at a time.
     """
     q, k_cache, table = call.input(0), call.input(1), call.input(3)
     heads, dim = int(q.shape[1]), int(q.shape[2])
@@ -50,8 +54,16 @@ def attention(call: CallSpec, tokens: int, *, take_turns: bool = True) -> Launch
     cache_map = TensorMap(
         dtype=q.dtype, shape=(dim, _CACHE_ROWS), strides=(2 * dim,), box=(64, min(page, KEYS))
     )
+    v_map = cache_map
+    if whole:
+        v_map = TensorMap(
+            dtype=q.dtype,
+            shape=(64, _CACHE_ROWS, dim // 64),
+            strides=(2 * dim, 128),
+            box=(64, min(page, KEYS), dim // 64),
+        )
     b = CudaBuilder(call, FILE, "attention")
-    b.tensor_map(0, q_map).tensor_map(1, cache_map).tensor_map(2, cache_map)
+    b.tensor_map(0, q_map).tensor_map(1, cache_map).tensor_map(2, v_map)
     b.input(3).input(4).input(5).output().counters()
     b.dim(table.shape[0]).number(float(call.attrs["scale"])).number(softcap)
     return b.launch(
@@ -66,6 +78,8 @@ def attention(call: CallSpec, tokens: int, *, take_turns: bool = True) -> Launch
             "SOFTCAP": int(softcap > 0),
             "HALF": int(q.dtype == "float16"),
             "TURNS": int(take_turns),
+            "OVERLAP": int(overlap),
+            "WHOLE": int(whole),
         },
         threads=384,
         # Q, then K and V; barriers and the tile of work; up to the first multiple of 1024 bytes.
@@ -89,5 +103,17 @@ TACTICS = [
         sm=90,
         launches=_launches,
         decode=decode_launches(1),
+    ),
+    Tactic(
+        # A row's keys are added in the same tiles and order whatever its tile of queries is.
+        name="cuda.paged_attention.hopper.invariant",
+        op="paged_attention",
+        device="cuda",
+        supports=_supports,
+        priority=-1,
+        precision="bfloat16",
+        batch_invariant=True,
+        sm=90,
+        launches=_launches,
     ),
 ]

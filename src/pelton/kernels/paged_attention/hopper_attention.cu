@@ -14,7 +14,8 @@
 // Tiles of the sequences are numbered without a table: sequence b starts at tile cu_seqlens[b] / QUERIES + b.
 //
 // Constants: HEADS, GROUP, D (64, 128), PAGE (8 to 128, a power of two), COLUMNS of the block table, WINDOW,
-// SOFTCAP, HALF (float16 instead of bfloat16), TURNS (whether the groups take turns).
+// SOFTCAP, HALF (float16 instead of bfloat16); TURNS (whether the groups take turns), OVERLAP (whether the softmax
+// is kept under the product with V), WHOLE (whether V is copied a page at a time).
 #include "hopper.cuh"
 
 constexpr int KV_HEADS = HEADS / GROUP;
@@ -24,6 +25,11 @@ constexpr int CHUNKS = D / 64;                  // 128-byte columns of a row
 constexpr int BOX = PAGE < KEYS ? PAGE : KEYS;  // keys of one copy
 constexpr int COPIES = KEYS / BOX * CHUNKS;     // copies of a tile, one a lane
 constexpr u32 ROW_BYTES = 128, CHUNK_BYTES = KEYS * ROW_BYTES, TILE_BYTES = CHUNKS * CHUNK_BYTES;
+// V lies by page, chunk, key where one copy takes all chunks of a page; else as K does, by chunk and key.
+constexpr u32 V_CHUNK_BYTES = WHOLE ? BOX * ROW_BYTES : CHUNK_BYTES;
+__device__ constexpr u32 v_place(int key) {
+    return WHOLE ? key / BOX * (CHUNKS * BOX * ROW_BYTES) + key % BOX * ROW_BYTES : key * ROW_BYTES;
+}
 constexpr u32 Q_BYTES = QUERIES * GROUP * D * 2;
 static_assert(COPIES <= 32 && ROWS == KEYS, "a lane copies one box; Q is laid out like K");
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -88,12 +94,27 @@ DEVICE void copy_tiles(const Shared& shared, Work* work, const TensorMap* q_map,
     Ring k_ring, v_ring;
     u32 q_parity = 1;  // its first wait is over at once
 
-    auto copy = [&](const TensorMap* map, int full, int empty, Ring& ring, u32 target, int row) {
+    auto begin = [&](int full, int empty, const Ring& ring) {
         barrier_wait(shared.barrier(empty, ring.stage), ring.parity ^ 1);
         if (lane == 0) barrier_expect(shared.barrier(full, ring.stage), TILE_BYTES);
         __syncwarp();
-        if (lane < COPIES) copy_2d(target + place, map, shared.barrier(full, ring.stage), chunk * 64, row);
-        ring.next();
+    };
+    auto copy_k = [&](int row) {
+        begin(K_FULL, K_EMPTY, k_ring);
+        const u32 barrier = shared.barrier(K_FULL, k_ring.stage);
+        if (lane < COPIES) copy_2d(shared.k(k_ring.stage) + place, k_map, barrier, chunk * 64, row);
+        k_ring.next();
+    };
+    auto copy_v = [&](int row) {
+        if (WHOLE) row = __shfl_sync(~0u, row, lane * CHUNKS);
+        begin(V_FULL, V_EMPTY, v_ring);
+        const u32 barrier = shared.barrier(V_FULL, v_ring.stage), target = shared.v(v_ring.stage);
+        if (WHOLE) {
+            if (lane < KEYS / BOX) copy_3d(target + v_place(lane * BOX), v_map, barrier, 0, row, 0);
+        } else {
+            if (lane < COPIES) copy_2d(target + place, v_map, barrier, chunk * 64, row);
+        }
+        v_ring.next();
     };
 
     while (true) {
@@ -141,12 +162,12 @@ DEVICE void copy_tiles(const Shared& shared, Work* work, const TensorMap* q_map,
         int row = row_of(last), row_before = 0;
         for (int i = 0; i < tiles; ++i) {
             const int following = i + 1 < tiles ? row_of(last - i - 1) : 0;
-            copy(k_map, K_FULL, K_EMPTY, k_ring, shared.k(k_ring.stage), row);
-            if (i > 0) copy(v_map, V_FULL, V_EMPTY, v_ring, shared.v(v_ring.stage), row_before);
+            copy_k(row);
+            if (i > 0) copy_v(row_before);
             row_before = row;
             row = following;
         }
-        if (tiles > 0) copy(v_map, V_FULL, V_EMPTY, v_ring, shared.v(v_ring.stage), row_before);
+        if (tiles > 0) copy_v(row_before);
     }
     barrier_wait(shared.barrier(Q_EMPTY), q_parity);
     if (lane == 0) {
@@ -196,7 +217,7 @@ DEVICE void softmax(float (&s)[64], Rows& rows, float (&alpha)[2], int key0, flo
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
         // A row that has seen no key yet has -inf, and -inf - -inf is NaN.
         const float shift = MASKED && best == -INFINITE ? 0.0f : best * factor;
-        alpha[r] = exp2_fast(rows.best[r] * factor - shift);
+        alpha[r] = exp2_fast(__fmaf_rn(rows.best[r], factor, -shift));
         rows.best[r] = best;
         float sum = 0.0f;
 #pragma unroll
@@ -204,11 +225,11 @@ DEVICE void softmax(float (&s)[64], Rows& rows, float (&alpha)[2], int key0, flo
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& x = s[4 * j + 2 * r + e];
-                x = exp2_fast(x * factor - shift);
+                x = exp2_fast(__fmaf_rn(x, factor, -shift));
                 sum += x;
             }
         }
-        rows.sum[r] = rows.sum[r] * alpha[r] + sum;
+        rows.sum[r] = __fmaf_rn(rows.sum[r], alpha[r], sum);
     }
 }
 
@@ -229,10 +250,10 @@ DEVICE void start_scores(float (&s)[64], u32 q, u32 k) {
 }
 
 DEVICE void start_values(float (&o)[D / 2], const u32 (&p)[32], u32 v) {
-    const u64 b = matrix(v, 8 * ROW_BYTES, CHUNK_BYTES);
+    const u64 b = matrix(v, v_place(8), V_CHUNK_BYTES);
     product_fence();
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; ++i) product_nn(o, p + 4 * i, b + (i * 16 * ROW_BYTES >> 4));
+    for (int i = 0; i < KEYS / 16; ++i) product_nn(o, p + 4 * i, b + (v_place(16 * i) >> 4));
     product_commit();
 }
 
@@ -240,8 +261,7 @@ DEVICE void start_values(float (&o)[D / 2], const u32 (&p)[32], u32 v) {
 DEVICE void clear_unused(u32 v, int keys_in_tile, int group) {
     const int n = ((keys_in_tile + BOX - 1) / BOX * BOX - keys_in_tile) * CHUNKS * 8;
     for (int i = threadIdx.x % 128; i < n; i += 128) {
-        const u32 at = v + i % CHUNKS * CHUNK_BYTES + (keys_in_tile + i / (CHUNKS * 8)) * ROW_BYTES +
-                       i / CHUNKS % 8 * 16;
+        const u32 at = v + v_place(keys_in_tile + i / (CHUNKS * 8)) + i % CHUNKS * V_CHUNK_BYTES + i / CHUNKS % 8 * 16;
         asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
     }
     fence_async();
@@ -370,10 +390,10 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
             k_ring.next();
             if (tile == first) release(Q_EMPTY);
             softmax<masked.value>(s, rows, alpha, tile * KEYS, scale, softcap);
-            pin(s);
+            if (OVERLAP) pin(s);
             // The exponentials run under the product with V. The assembler would put them behind the wait for it,
             // were there no access to memory in between that needs them all (sums are never negative).
-            if (rows.sum[0] + rows.sum[1] < 0.0f) barrier_arrive(shared.barrier(N_BARRIERS));
+            if (OVERLAP && rows.sum[0] + rows.sum[1] < 0.0f) barrier_arrive(shared.barrier(N_BARRIERS));
             product_wait<0>();
             pin(o);
             pin(p);
@@ -427,11 +447,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     wait_for_previous();
     if (threadIdx.x < 128) {
-        registers_less<24>();
+        registers_less<40>();
         if (threadIdx.x < 32)
             copy_tiles(shared, work, &q, &k_cache, &v_cache, block_table, cu_seqlens, seq_lens, counter, sequences);
     } else {
-        registers_more<240>();
+        registers_more<232>();
         compute(shared, work, out, scale, softcap, threadIdx.x / 128 - 1);
     }
 }
