@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import os
@@ -26,6 +27,8 @@ MAX_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _LEAST_SHARED = 99 << 10
 #: First compute capability with programmatic dependent launch.
 _DEPENDENT_SM = 90
+#: The constant by which a kernel says how many loads of its loop are in flight.
+_STAGES = "STAGES"
 #: A process more pays from so many kernels on: it takes a second to start.
 _WORTH_A_PROCESS = 4
 
@@ -43,14 +46,33 @@ class Cubin:
 
 
 def compile_kernel(source: Source, sm: int) -> Cubin:
-    """The machine code of ``source`` for compute capability ``sm``. Raises ``BuildError``."""
+    """The machine code of ``source`` for compute capability ``sm``. Raises ``BuildError``.
+
+    A Triton kernel that wants more shared memory than there is gets fewer loads in flight.
+    """
     cubin = _compile_cuda(source, sm) if isinstance(source, CudaSource) else _compile_triton(source, sm)
-    if cubin.shared > MAX_SHARED.get(sm, _LEAST_SHARED):
+    limit = MAX_SHARED.get(sm, _LEAST_SHARED)
+    while cubin.shared > limit and (fewer := _fewer_stages(source)):
+        source = fewer
+        cubin = _compile_triton(fewer, sm)
+    if cubin.shared > limit:
         raise BuildError(
-            f"the kernel {source.function} wants {cubin.shared} bytes of shared memory; sm_{sm} has "
-            f"{MAX_SHARED.get(sm, _LEAST_SHARED)}"
+            f"the kernel {source.function} wants {cubin.shared} bytes of shared memory; sm_{sm} has {limit}"
         )
     return cubin
+
+
+def _fewer_stages(source: Source) -> KernelSource | None:
+    """``source`` with one load less in flight; None where it has but one. Its arithmetic stays the same."""
+    if isinstance(source, CudaSource):
+        return None
+    own = dict(source.constants).get(_STAGES, 1)
+    assert isinstance(own, int)
+    most = max(own, source.num_stages) - 1
+    if not most:
+        return None
+    constants = tuple((n, min(own, most)) if n == _STAGES else (n, v) for n, v in source.constants)
+    return dataclasses.replace(source, constants=constants, num_stages=min(source.num_stages, most))
 
 
 def _compile_cuda(source: CudaSource, sm: int) -> Cubin:
@@ -133,12 +155,26 @@ class CodeWriter:
         found = (spec.kernel for works in variants for spec in works if isinstance(spec, LaunchSpec))
         return list(dict.fromkeys((*found, sampler_source(self.vocab), resolve_source())))
 
-    def write(self, folder: Path, progress: Callable[[str, int, int], None]) -> Code:
-        """Compile into ``folder`` (an engine's ``compiled``) -> what ``code.json`` says."""
+    def write(
+        self,
+        folder: Path,
+        progress: Callable[[str, int, int], None],
+        failures: dict[Source, PeltonError] | None = None,
+    ) -> Code:
+        """Compile into ``folder`` (an engine's ``compiled``) -> what ``code.json`` says.
+
+        ``failures``: gets the kernels that do not compile, which then have no file; without it they raise.
+        """
         sources = self.sources()
         kernels = []
         folder.mkdir()
-        for i, cubin in enumerate(self._compile_all(sources)):
+        for i, (source, cubin) in enumerate(zip(sources, compile_all(sources, self.sm), strict=True)):
+            if isinstance(cubin, PeltonError):
+                if failures is None:
+                    raise cubin
+                failures[source] = cubin
+                kernels.append(Kernel(file="", name=source.function, threads=0, shared=0, scratch=0))
+                continue
             file = hashlib.sha256(cubin.image).hexdigest()[:16] + ".cubin"
             (folder / file).write_bytes(cubin.image)
             kernels.append(
@@ -169,20 +205,29 @@ class CodeWriter:
             resolve=index[resolve_source()],
         )
 
-    def _compile_all(self, sources: Sequence[Source]) -> list[Cubin]:
-        workers = min(cores(), len(sources) // _WORTH_A_PROCESS)
-        if workers < 2:
-            return [compile_kernel(source, self.sm) for source in sources]
-        # Processes of their own: a fork of one that runs threads may hang, and a spawned one would run
-        # the caller's script again.
-        shares = [list(sources[i::workers]) for i in range(workers)]
-        with ThreadPoolExecutor(workers) as pool:
-            done = list(pool.map(lambda share: _compile_elsewhere(share, self.sm), shares))
-        return [done[i % workers][i // workers] for i in range(len(sources))]
+
+def compile_all(sources: Sequence[Source], sm: int) -> list[Cubin | PeltonError]:
+    """Each one's machine code, or why there is none; by several processes where it pays."""
+    workers = min(cores(), len(sources) // _WORTH_A_PROCESS)
+    if workers < 2:
+        return [_compiled(source, sm) for source in sources]
+    # Processes of their own: a fork of one that runs threads may hang, and a spawned one would run
+    # the caller's script again.
+    shares = [list(sources[i::workers]) for i in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        done = list(pool.map(lambda share: _compile_elsewhere(share, sm), shares))
+    return [done[i % workers][i // workers] for i in range(len(sources))]
 
 
-def _compile_elsewhere(sources: list[Source], sm: int) -> list[Cubin]:
-    """``compile_kernel`` of each, in another process. Raises its ``BuildError``."""
+def _compiled(source: Source, sm: int) -> Cubin | PeltonError:
+    try:
+        return compile_kernel(source, sm)
+    except PeltonError as error:
+        return error
+
+
+def _compile_elsewhere(sources: list[Source], sm: int) -> list[Cubin | PeltonError]:
+    """``_compiled`` of each, in another process. Raises ``BuildError`` where that dies."""
     paths = os.pathsep.join(path for path in sys.path if path)
     child = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"from {__name__} import work; work()"],
@@ -193,22 +238,15 @@ def _compile_elsewhere(sources: list[Source], sm: int) -> list[Cubin]:
     )
     if child.returncode:
         raise BuildError(f"compiling GPU kernels failed (exit code {child.returncode}); see the lines above")
-    result = pickle.loads(child.stdout)
-    if isinstance(result, PeltonError):
-        raise result
-    cubins: list[Cubin] = result
-    return cubins
+    result: list[Cubin | PeltonError] = pickle.loads(child.stdout)
+    return result
 
 
 def work() -> None:
-    """The other process: sources on stdin, cubins or an error on stdout."""
+    """The other process: sources on stdin, what became of each on stdout."""
     sources, sm = pickle.loads(sys.stdin.buffer.read())
     out = os.dup(1)
     os.dup2(2, 1)  # what compilers print is no result
-    result: list[Cubin] | PeltonError
-    try:
-        result = [compile_kernel(source, sm) for source in sources]
-    except PeltonError as error:
-        result = error
+    result = [_compiled(source, sm) for source in sources]
     with os.fdopen(out, "wb") as pipe:
         pipe.write(pickle.dumps(result))

@@ -20,14 +20,16 @@ from pelton.builder.cubins import CodeWriter
 from pelton.engine.cuda.code import Code, Launch, Variants, Work
 from pelton.engine.cuda.launcher import Launcher
 from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice
+from pelton.errors import PeltonError
+from pelton.kernels.conformance import ConformanceError
 from pelton.kernels.conformance_cuda import Case, CaseCall, CaseResult, call_of, flat_copy, span
 from pelton.kernels.gpu.driver import Device, Memory, Stream
-from pelton.kernels.launch import COUNTER_BYTES
+from pelton.kernels.launch import COUNTER_BYTES, LaunchSpec, Source
 
 #: Bytes around an operand, a multiple of every alignment that kernels are told of.
 MARGIN = 256
 SENTINEL, NAN = 0x5A, 0xFF
-_CODE, _COMPILED = "code.json", "compiled"
+_CODE, _COMPILED, _FAILED = "code.json", "compiled", "failed.json"
 _ANY = 1 << 30
 #: Rows of logits are of no interest here.
 _VOCAB = 512
@@ -36,16 +38,24 @@ _VOCAB = 512
 Bytes = npt.NDArray[np.uint8]
 
 
-def compile_cases(cases: Iterable[Case], sm: int, folder: Path) -> None:
-    """Compile what ``cases`` launch into ``folder``, which may not exist. Raises ``BuildError``."""
+def compile_cases(cases: Iterable[Case], sm: int, folder: Path) -> dict[str, str]:
+    """Compile what ``cases`` launch into ``folder``, which may not exist -> by case, why it cannot be."""
     writer = CodeWriter(sm=sm, vocab=_VOCAB)
-    for case in cases:
-        writer.add({str(case): (call_of(case).works, None)})
-    names = [name for by_name in writer.launches for name in by_name]
-    assert len(set(names)) == len(names), "two cases have one name"
+    works = {str(case): call_of(case).works for case in cases}
+    for name, launches in works.items():
+        writer.add({name: (launches, None)})
     folder.mkdir(parents=True)
-    code = writer.write(folder / _COMPILED, lambda *_: None)
+    failures: dict[Source, PeltonError] = {}
+    code = writer.write(folder / _COMPILED, lambda *_: None, failures)
+    failed = {
+        name: str(failures[w.kernel])
+        for name, launches in works.items()
+        for w in launches
+        if isinstance(w, LaunchSpec) and w.kernel in failures
+    }
     (folder / _CODE).write_bytes(msgspec.json.encode(code))
+    (folder / _FAILED).write_bytes(msgspec.json.encode(failed))
+    return failed
 
 
 class DeviceRunner:
@@ -56,9 +66,12 @@ class DeviceRunner:
         self._folder, self._exact = folder, exact
         self._code = msgspec.json.decode((folder / _CODE).read_bytes(), type=Code)
         self._works = {name: v.any for by_name in self._code.launches for name, v in by_name.items()}
+        self._failed = msgspec.json.decode((folder / _FAILED).read_bytes(), type=dict[str, str])
         self._stream = Stream()
 
     def __call__(self, case: Case, call: CaseCall) -> CaseResult:
+        if why := self._failed.get(str(case)):
+            raise ConformanceError(f"{case}: {why}")
         self.device.make_current()
         margin = 0 if self._exact else MARGIN
         inputs = [None if t is None else _Place(t, margin, self._stream) for t in call.inputs]

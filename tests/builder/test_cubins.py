@@ -1,0 +1,65 @@
+"""Kernels compiled for GPUs that are not here: shared memory that suffices, failures kept apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pelton.builder import cubins
+from pelton.builder.cubins import CodeWriter, Cubin, compile_kernel
+from pelton.errors import BuildError, PeltonError
+from pelton.kernels.launch import KernelSource, LaunchSpec, Source
+
+KERNEL = KernelSource(
+    module="none", function="tile", types=(), constants=(("BLOCK", 64), ("STAGES", 5)), num_stages=2
+)
+
+
+def fake_compiler(per_stage: int) -> Any:
+    """Each load in flight takes ``per_stage`` bytes of shared memory."""
+
+    def compile_triton(source: KernelSource, sm: int) -> Cubin:
+        stages = dict(source.constants)["STAGES"]
+        assert isinstance(stages, int)
+        assert source.num_stages <= max(2, stages)
+        return Cubin(image=bytes([stages]), name="tile", threads=128, shared=per_stage * stages)
+
+    return compile_triton
+
+
+@pytest.mark.parametrize(("sm", "stages"), [(90, 5), (80, 4), (89, 2)])
+def test_a_kernel_has_as_many_loads_in_flight_as_shared_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, sm: int, stages: int
+) -> None:
+    monkeypatch.setattr(cubins, "_compile_triton", fake_compiler(40 << 10))
+    assert compile_kernel(KERNEL, sm).image == bytes([stages])
+
+
+def test_a_tile_that_fits_no_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cubins, "_compile_triton", fake_compiler(100 << 10))
+    with pytest.raises(BuildError, match="tile wants 102400 bytes of shared memory; sm_89 has 101376"):
+        compile_kernel(KERNEL, 89)
+
+
+def test_what_does_not_compile_is_named_or_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bad = dataclasses.replace(KERNEL, function="bad")
+
+    def compile_kernel(source: Source, sm: int) -> Cubin:
+        if source == bad:
+            raise BuildError("bad does not compile")
+        return Cubin(image=b"code", name=source.function, threads=32, shared=0)
+
+    monkeypatch.setattr(cubins, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(cubins, "cores", lambda: 1)
+    writer = CodeWriter(sm=90, vocab=64)
+    for kernel in (KERNEL, bad):
+        writer.add({"tactic": ((LaunchSpec(kernel, (), ()),), None)})
+    failures: dict[Source, PeltonError] = {}
+    code = writer.write(tmp_path / "kept", lambda *_: None, failures)
+    assert list(failures) == [bad]
+    assert [bool(k.file) for k in code.kernels[:2]] == [True, False]
+    with pytest.raises(BuildError, match="bad does not compile"):
+        writer.write(tmp_path / "raised", lambda *_: None)
