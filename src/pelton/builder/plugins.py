@@ -30,6 +30,7 @@ MADE_FROM = {
     "rms_norm_q8": ("rms_norm",),
     "add_rms_norm_q8": ("add", "rms_norm", "add_rms_norm"),
     "rope_kv_write": ("rope", "kv_write"),
+    "rope_paged_attention": ("rope", "kv_write", "rope_kv_write", "paged_attention"),
 }
 
 

@@ -6,8 +6,8 @@ kernels to cubins, and the engine keeps both. At run time a launch is numbers an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -226,6 +226,12 @@ class Builder:
         self._arguments.append(Argument("float", value=value))
         return self
 
+    def integer(self, name: str, value: int) -> Builder:
+        """An int32 argument (not a constant: calls that differ in it share the kernel)."""
+        self._types.append((name, "i32"))
+        self._arguments.append(Argument("int", value=value))
+        return self
+
     def constants(self, **values: int | float | bool | str | None) -> Builder:
         self._constants += values.items()
         return self
@@ -320,6 +326,26 @@ class CudaBuilder:
     def _add(self, argument: Argument) -> CudaBuilder:
         self._arguments.append(argument)
         return self
+
+
+def on_behalf(
+    works: Sequence[Work], inputs: Sequence[Argument], outputs: Sequence[Argument]
+) -> tuple[Work, ...]:
+    """Launches of a call that is part of another: its operands are those arguments of the whole."""
+
+    def whole(argument: Argument) -> Argument:
+        if argument.kind == "input":
+            return inputs[argument.index]
+        if argument.kind == "tensor_map":
+            assert inputs[argument.index].kind == "input", "tensor maps are of inputs"
+            return msgspec.structs.replace(argument, index=inputs[argument.index].index)
+        return outputs[argument.index] if argument.kind == "output" else argument
+
+    found = []
+    for work in works:
+        assert isinstance(work, LaunchSpec)
+        found.append(replace(work, arguments=tuple(map(whole, work.arguments))))
+    return tuple(found)
 
 
 def rows(operand: OperandSpec, div: int = 1, times: int = 1) -> Term:

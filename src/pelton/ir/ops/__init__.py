@@ -30,6 +30,7 @@ from pelton.ir.ops import (  # noqa: F401
     rope_cos_sin,
     rope_interleaved,
     rope_kv_write,
+    rope_paged_attention,
     scale,
     softcap,
     softmax,

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _rotated(x, mask_h, weight, cos_sin, eps, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def rotated(x, mask_h, weight, cos_sin, eps, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Heads of D values at ``x`` (a column of addresses), normalised when there is a ``weight``, their
     first 2 * HALF rotated."""
     d = tl.arange(0, BLOCK)
@@ -64,9 +64,9 @@ def rope_kv_write(
     if part < q_parts:
         head = part * HEADS + tl.arange(0, HEADS)
         mask_h = head < Q_HEADS
-        rotated = _rotated(q + row * Q_ROW + head * Q_HEAD, mask_h, q_weight, table, eps, D, HALF, BLOCK)
+        turned = rotated(q + row * Q_ROW + head * Q_HEAD, mask_h, q_weight, table, eps, D, HALF, BLOCK)
         at = (row * Q_HEADS + head)[:, None] * D + d[None, :]
-        tl.store(out + at, rotated.to(out.dtype.element_ty), mask=mask_h[:, None] & (d < D)[None, :])
+        tl.store(out + at, turned.to(out.dtype.element_ty), mask=mask_h[:, None] & (d < D)[None, :])
     else:
         head = (part - q_parts) * HEADS + tl.arange(0, HEADS)
         mask_h = head < KV_HEADS
@@ -74,8 +74,8 @@ def rope_kv_write(
         if slot >= 0:
             mask = mask_h[:, None] & (d < D)[None, :]
             at = ((slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
-            rotated = _rotated(k + row * K_ROW + head * K_HEAD, mask_h, k_weight, table, eps, D, HALF, BLOCK)
+            turned = rotated(k + row * K_ROW + head * K_HEAD, mask_h, k_weight, table, eps, D, HALF, BLOCK)
             # As the unfused ops do: k has the element type before it gets the cache's.
-            tl.store(k_cache + at, rotated.to(k.dtype.element_ty).to(k_cache.dtype.element_ty), mask=mask)
+            tl.store(k_cache + at, turned.to(k.dtype.element_ty).to(k_cache.dtype.element_ty), mask=mask)
             value = tl.load(v + row * V_ROW + (head * V_HEAD)[:, None] + d[None, :], mask=mask, other=0.0)
             tl.store(v_cache + at, value.to(v_cache.dtype.element_ty), mask=mask)

@@ -1,0 +1,237 @@
+"""Times a layer's attention in decode steps on an H200, at Llama-3.1-8B's shape, and sweeps its tiles.
+
+    python benchmarks/h200_decode_attention.py [--sweep] [--page 16] [--json FILE]
+
+RoPE, KV write and attention, as one kernel (``rope_paged_attention``) and as the ops it stands for, by the
+tactics that a plan takes: microseconds in a CUDA graph, whose caches are too many for L2, and their share of
+the floor, the bytes of the keys and values at 4.3 TB/s. ``--sweep`` tries tiles, stages and numbers of
+programs of the one kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from h200_kernels import BANDWIDTH, DIM, HEADS, KV_HEADS, Bench, Variant, compile_or_none, operand
+
+from pelton.engine.resources import cores
+from pelton.kernels.gpu.driver import Event, Memory, capture
+from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work, on_behalf
+from pelton.kernels.rope_paged_attention.cuda import DECODES, Decode, decode
+from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, shipped_tactics
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
+CONTEXTS = (256, 1024, 8192)
+MAX_CONTEXT = 8192
+ROW = (HEADS + 2 * KV_HEADS) * DIM
+
+
+def call_of(page: int) -> CallSpec:
+    """The op over views of one projection."""
+    heads = [
+        OperandSpec(dtype="bfloat16", shape=("T", n, DIM), strides=(ROW, DIM, 1))
+        for n in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    cache = operand("P0", KV_HEADS, page, DIM)
+    step = [operand("T", dtype="int32"), operand("B", MAX_CONTEXT // page, dtype="int32")]
+    step += [operand("B+1", dtype="int32"), operand("B", dtype="int32")]
+    return CallSpec(
+        inputs=(*heads, operand("T", DIM, dtype="float32"), cache, cache, *step, None, None),
+        outputs=(operand("T", HEADS, DIM),),
+        attrs={"eps": 0.0, "scale": DIM**-0.5, "window": 0, "softcap": 0.0},
+    )
+
+
+def separately(call: CallSpec, batch: int) -> tuple[Work, ...]:
+    """rope_kv_write and paged_attention by the tactics that a plan has for so many sequences."""
+
+    def best(op: str, spec: CallSpec) -> tuple[Work, ...]:
+        inputs = tuple(None if o is None else TensorSpec(dtype=o.dtype, shape=o.shape) for o in spec.inputs)
+        node = NodeSpec(op=op, inputs=inputs, attrs=spec.attrs)
+        known = [t for t in shipped_tactics(op).values() if t.device == "cuda" and t.takes(batch)]
+        fitting: list[Tactic] = [t for t in known if t.supports(node)]
+        tactic = max(fitting, key=lambda t: (t.priority, -(t.largest_tokens or 1 << 30)))
+        describe = tactic.decode or tactic.launches
+        assert describe is not None
+        return describe(spec, batch)
+
+    out = call.outputs[0]
+    first, second = (0, 1, 2, 3, 4, 5, 6, 10, 11), (4, 5, 7, 8, 9)
+    write = CallSpec(inputs=tuple(call.inputs[i] for i in first), outputs=(out,), attrs=call.attrs)
+    attend = CallSpec(inputs=(out, *(call.inputs[i] for i in second)), outputs=(out,), attrs=call.attrs)
+    arguments = [[Argument("input", index=i) for i in indices] for indices in (first, second)]
+    result = Argument("output")
+    return (
+        *on_behalf(best("rope_kv_write", write), arguments[0], [result]),
+        *on_behalf(best("paged_attention", attend), [result, *arguments[1]], [result]),
+    )
+
+
+def tactic_of(batch: int) -> Decode:
+    return next(how for how in DECODES if not how.largest or batch <= how.largest)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sequences and their keys."""
+
+    batch: int
+    context: int
+    page: int
+
+    @property
+    def floor(self) -> float:
+        return 1e6 * self.batch * self.context * KV_HEADS * DIM * 4 / BANDWIDTH
+
+    def variant(self, what: str, tiles: dict[str, int], works: tuple[Work, ...]) -> Variant:
+        dims = {"T": self.batch, "B": self.batch, "B+1": self.batch + 1}
+        return Variant(what, self.batch, tiles, works, dims, self.floor)
+
+
+def variants(shape: Shape, sweep: bool) -> Iterator[Variant]:
+    call = call_of(shape.page)
+    yield shape.variant("separate", {}, separately(call, shape.batch))
+    how = tactic_of(shape.batch)
+    yield shape.variant("one", asdict(how), decode(call, how))
+    for keys, warps, stages, prefetch in SWEEP if sweep else ():
+        # From one program a KV head to what fills the GPU several times.
+        for splits in (1, 2, 4, 8, 16, 32, 64):
+            per = -(-shape.context // splits)
+            programs = splits * shape.batch * KV_HEADS
+            if per < min(keys, 64) or not (splits == 1 or programs <= 4300) or programs < 32:
+                continue
+            how = Decode(shape.batch, splits, keys, keys, stages, warps, prefetch)
+            yield shape.variant("sweep", asdict(how), decode(call, how))
+
+
+#: Keys at a time, warps, stages, blocks prefetched.
+SWEEP = [
+    (keys, warps, stages, prefetch)
+    for keys, warps, stages, prefetch in itertools.product((16, 32, 64, 128), (1, 2, 4), (3, 5, 7), (0, 16))
+    if 16 * warps <= 2 * keys and keys * stages <= 400
+]
+
+
+TILES = ("splits", "least", "keys", "stages", "warps", "prefetch")
+
+
+def microseconds(bench: Bench, variant: Variant, addresses: list[tuple[list[int], list[int]]]) -> float:
+    """Of one layer, the best of five graphs."""
+    layers = [[bench.bind(work, variant.dims, *pair) for work in variant.works] for pair in addresses]
+    wanted = max(len(layers), min(48, int(3000 / variant.floor_us) + 1))
+    with capture(bench.stream) as captured:
+        for layer in itertools.islice(itertools.cycle(layers), wanted):
+            for launch in layer:
+                launch()
+    assert captured.graph is not None
+    a, b = Event(timing=True), Event(timing=True)
+    times = []
+    for _ in range(5):
+        a.record(bench.stream)
+        captured.graph.launch(bench.stream)
+        b.record(bench.stream)
+        b.wait()
+        times.append(b.milliseconds_since(a))
+    captured.graph.close()
+    for event in (a, b):
+        event.close()
+    return 1e3 * min(times) / wanted
+
+
+class Places:
+    """Addresses of a shape's operands, with as many caches as L2 cannot hold."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.caches = Memory(9 << 30)
+        self.step = Memory(256 << 20)
+        noise = np.random.default_rng(0).standard_normal(16 << 20, np.float32)
+        chunk = (noise.view(np.uint32) >> 16).astype(np.uint16)
+        for memory in (self.caches, self.step):
+            for at in range(0, memory.nbytes, chunk.nbytes):
+                nbytes = min(chunk.nbytes, memory.nbytes - at)
+                bench.stream.copy_in(memory.address + at, chunk.ctypes.data, nbytes)
+        bench.stream.wait()
+
+    def put(self, array: Any, at: int) -> int:
+        self.bench.stream.copy_in(at, array.ctypes.data, array.nbytes)
+        self.bench.stream.wait()
+        return at + -(-array.nbytes // 256) * 256
+
+    def of(self, shape: Shape) -> list[tuple[list[int], list[int]]]:
+        batch, per = shape.batch, -(-shape.context // shape.page)
+        table = np.zeros((batch, MAX_CONTEXT // shape.page), np.int32)
+        table[:, :per] = np.random.default_rng(0).permutation(batch * per).reshape(batch, per)
+        last = (shape.context - 1) % shape.page
+        slots = (table[:, per - 1] * shape.page + last).astype(np.int32)
+        ends, lens = np.arange(batch + 1, dtype=np.int32), np.full(batch, shape.context, np.int32)
+        angle = np.random.default_rng(1).standard_normal((batch, DIM // 2), np.float32)
+        at, places = self.step.address + (128 << 20), []
+        for array in (np.concatenate([np.cos(angle), np.sin(angle)], 1), slots, table, ends, lens):
+            places.append(at)
+            at = self.put(np.ascontiguousarray(array), at)
+        cache = batch * per * shape.page * KV_HEADS * DIM * 2
+        copies = max(1, min(24, (256 << 20) // (2 * cache)))
+        found = []
+        for i in range(copies):
+            qkv = self.step.address + i * batch * ROW * 2
+            heads = [qkv, qkv + HEADS * DIM * 2, qkv + (HEADS + KV_HEADS) * DIM * 2]
+            kv = [self.caches.address + (2 * i + j) * cache for j in (0, 1)]
+            found.append(([*heads, places[0], *kv, *places[1:], 0, 0], [self.step.address + (160 << 20)]))
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    batches = [int(b) for b in args.batches.split(",")]
+    shapes = [Shape(b, c, args.page) for b in batches for c in CONTEXTS]
+    wanted = [(shape, v) for shape in shapes for v in variants(shape, args.sweep)]
+    sources = list(dict.fromkeys(w.kernel for _, v in wanted for w in v.works if isinstance(w, LaunchSpec)))
+    print(f"{len(wanted)} variants, {len(sources)} kernels", flush=True)
+    # Forked before anything here has a thread or a context.
+    with ProcessPoolExecutor(cores()) as pool:
+        found = dict(zip(sources, pool.map(compile_or_none, sources), strict=True))
+    cubins = {source: cubin for source, cubin in found.items() if cubin is not None}
+    print(f"{len(cubins)} compiled", flush=True)
+    bench = Bench(cubins)
+    places = Places(bench)
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        addresses = places.of(shape)
+        for variant in (v for s, v in wanted if s == shape):
+            kernels = [cubins.get(w.kernel) for w in variant.works]
+            if any(k is None or k.shared > bench.device.max_shared for k in kernels):
+                continue
+            us = microseconds(bench, variant, addresses)
+            row = {"what": variant.what, "batch": shape.batch, "context": shape.context, "us": round(us, 2)}
+            rows.append({**row, "floor": round(shape.floor, 2), **variant.tiles})
+        mine = [r for r in rows if (r["batch"], r["context"]) == (shape.batch, shape.context)]
+        swept = sorted((r for r in mine if r["what"] == "sweep"), key=lambda r: r["us"])[:3]
+        for r in [r for r in mine if r["what"] != "sweep"] + swept:
+            tiles = " ".join(f"{k}={v}" for k, v in r.items() if k in TILES)
+            print(
+                f"{r['batch']:>4} x {r['context']:<5}{r['what']:<9}{r['us']:>9.2f} us"
+                f" {r['floor'] / r['us']:>5.0%}  {tiles}",
+                flush=True,
+            )
+    if args.json:
+        args.json.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

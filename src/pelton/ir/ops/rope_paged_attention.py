@@ -1,0 +1,146 @@
+"""rope_paged_attention: rope_kv_write, then paged_attention of the rotated q. An ordered effect.
+
+One op, so that a decode step can rotate, store and attend in one kernel: what the step writes is used from
+registers, and the rotated q is never in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pelton.ir.op import Op, Sample, register
+from pelton.ir.ops import paged_attention, rope_kv_write
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """``q``: (T, Hq, D); ``k``, ``v``: (T, Hkv, D); the rest as in rope_kv_write and paged_attention
+    -> (T, Hq, D).
+
+    A token's slot is that of its position in ``block_table``, or -1 where its K and V are in the cache
+    already or its sequence has no keys.
+    """
+    rotated = rope_kv_write.reference(
+        q, k, v, cos_sin, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps
+    )
+    return paged_attention.reference(
+        rotated, k_cache, v_cache, block_table, cu_seqlens, seq_lens, scale, window, softcap
+    )
+
+
+def shape_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+def make_sample(
+    g: torch.Generator,
+    *,
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 64,
+    rotary: int = 0,
+    block_size: int = 4,
+    window: int = 0,
+    softcap: float = 0.0,
+    normed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    cached: int = -1,
+) -> Sample:
+    """A batch of ``lens`` = (queries, keys) pairs; what the step writes is NaN in the cache before.
+
+    ``rotary``: dimensions that rotate, 0: all; ``cached``: a token whose slot is -1, its K and V being there.
+    """
+    attention = paged_attention.make_sample(
+        g, lens=lens, heads=heads, dim=dim, block_size=block_size, window=window, softcap=softcap, dtype=dtype
+    )
+    _, k_cache, v_cache, table, cu_seqlens, seq_lens, scale, *_ = attention.args
+    slots: list[int] = []
+    for b, (queries, keys) in enumerate(lens):
+        for position in range(keys - queries, keys):
+            block, offset = int(table[b, position // block_size]), position % block_size
+            if len(slots) == cached:
+                slots.append(-1)
+                continue
+            slots.append(block * block_size + offset)
+            k_cache[block, :, offset] = v_cache[block, :, offset] = float("nan")
+    n_q, n_kv = heads
+    tokens, rotary = len(slots), rotary or dim
+    qkv = torch.randn(tokens, n_q + 2 * n_kv, dim, generator=g)
+    angle = torch.randn(tokens, rotary // 2, generator=g)
+    cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
+    weights = tuple(torch.randn(2, dim, generator=g)) if normed else (None, None)
+    qkv_views = qkv[:, :n_q], qkv[:, n_q : n_q + n_kv], qkv[:, n_q + n_kv :]
+    step = torch.tensor(slots, dtype=torch.int32), table, cu_seqlens, seq_lens
+    numbers = 1e-6, scale, window, softcap
+    return Sample(
+        args=(*qkv_views, cos_sin, k_cache, v_cache, *step, *weights, *numbers),
+        name=f"{attention.name} rotary={rotary} normed={normed} cached={cached}",
+    )
+
+
+def samples(g: torch.Generator) -> Iterator[Sample]:
+    yield make_sample(g, lens=[(1, 1)])
+    yield make_sample(g, lens=[(1, 9), (1, 4), (1, 23)], heads=(9, 3), cached=1)
+    yield make_sample(g, lens=[(1, 130), (1, 65), (1, 64), (1, 400)], block_size=16, normed=True)
+    yield make_sample(g, lens=[(1, 200), (1, 3)], heads=(20, 1), rotary=32, block_size=16)
+    yield make_sample(g, lens=[(1, 150), (1, 33)], block_size=16, window=40, softcap=5.0)
+    yield make_sample(g, lens=[(1, 99), (1, 7)], dim=80, rotary=20, block_size=16, window=1)
+    yield make_sample(g, lens=[(1, 97)], dim=256, block_size=32, normed=True)
+    yield make_sample(g, lens=[(5, 5), (3, 11), (1, 8)], heads=(4, 1), normed=True)
+    yield make_sample(g, lens=[(7, 20), (1, 30)], window=6, softcap=5.0, block_size=16)
+    for dtype in (torch.float16, torch.bfloat16):
+        yield make_sample(g, lens=[(1, 70), (1, 50)], dtype=dtype, heads=(8, 2), dim=128, block_size=16)
+
+
+OP = register(
+    Op(
+        name="rope_paged_attention",
+        schema=(
+            "rope_paged_attention(Tensor q, Tensor k, Tensor v, Tensor cos_sin, Tensor(a!) k_cache, "
+            "Tensor(b!) v_cache, Tensor slot_mapping, Tensor block_table, Tensor cu_seqlens, "
+            "Tensor seq_lens, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window=0, "
+            "float softcap=0.0) -> Tensor"
+        ),
+        reference=reference,
+        shape_rule=shape_rule,
+        samples=samples,
+        tolerance={"float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2},
+        mutates=(4, 5),
+        optional=True,
+    )
+)

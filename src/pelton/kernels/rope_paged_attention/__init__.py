@@ -1,0 +1,1 @@
+"""Tactics of ``rope_paged_attention``."""

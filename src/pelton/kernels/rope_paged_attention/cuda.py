@@ -1,0 +1,207 @@
+"""rope_paged_attention on NVIDIA GPUs: one kernel in decode steps (``triton_decode.py``), else two.
+
+In other steps rope_kv_write's kernel leaves the rotated q where the result goes, and paged_attention's
+takes it from there: a program of it reads the rows that it alone writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pelton.kernels.launch import (
+    COUNTERS,
+    Argument,
+    Builder,
+    CallSpec,
+    Term,
+    Work,
+    on_behalf,
+    power_of_two,
+    rows,
+)
+from pelton.kernels.paged_attention import cuda as paged_attention
+from pelton.kernels.rope_kv_write import cuda as rope_kv_write
+from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
+
+MODULE = "pelton.kernels.rope_paged_attention.triton_decode"
+
+#: Where the parts' operands stand among the op's.
+_WRITE = (0, 1, 2, 3, 4, 5, 6, 10, 11)
+_ATTEND = (4, 5, 7, 8, 9)
+
+
+_attentions = {tactic.name: tactic for tactic in paged_attention.TACTICS}
+_ATTENTION = _attentions["cuda.paged_attention"]
+_INVARIANT = _attentions["cuda.paged_attention.invariant"]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How a decode step's keys are dealt out: measured on an H200 (``benchmarks/h200_kernels.py``)."""
+
+    largest: int
+    """Sequences of the largest step; 0: any."""
+    splits: int
+    """Programs that share a sequence's keys, at most."""
+    least: int
+    """Keys of a program, at least."""
+    keys: int
+    """Keys at a time, of heads of up to 128; half as many of larger ones."""
+    stages: int
+    warps: int
+    prefetch: int = 0
+    """Blocks that a program starts to read before it has its queries, at most."""
+
+
+DECODES = (
+    Decode(1, 32, 64, 64, 2, 2),
+    Decode(2, 32, 64, 64, 2, 2),
+    Decode(4, 16, 64, 64, 2, 2),
+    Decode(8, 16, 128, 64, 2, 2),
+    Decode(16, 8, 128, 64, 2, 2),
+    Decode(32, 8, 256, 64, 2, 2),
+    Decode(64, 4, 1024, 64, 2, 2),
+    Decode(0, 1, 64, 64, 2, 2),
+)
+
+
+def decode(call: CallSpec, how: Decode) -> tuple[Work, ...]:
+    """The launch for a step in which every sequence has one token."""
+    q, k, v, cos_sin, k_cache = (call.input(i) for i in range(5))
+    heads, dim = int(q.shape[1]), int(q.shape[2])
+    kv_heads, page = int(k.shape[1]), int(k_cache.shape[2])
+    group, block_d = heads // kv_heads, max(16, power_of_two(dim))
+    group_rows = max(16, power_of_two(group))
+    keys = how.keys if dim <= 128 else how.keys // 2
+    warps = max(how.warps, group_rows // 16)
+    b = Builder(call, MODULE, "decode")
+    for index, name in enumerate(("q", "k", "v", "cos_sin", "k_cache", "v_cache", "slots", "block_table")):
+        b.input(name, index)
+    b.input("seq_lens", 9).input("q_weight", 10).input("k_weight", 11).output("out")
+    if how.splits > 1:
+        b.counters("counters")
+        for name, offset in _parts(how, heads).items():
+            b.workspace(name, offset)
+    else:
+        b.constants(counters=None, partial=None, partial_max=None, partial_sum=None)
+    for name in ("eps", "scale", "softcap"):
+        b.number(name, float(call.attrs[name]))
+    b.integer("splits", how.splits).integer("least", -(-how.least // keys))
+    b.constants(KV_HEADS=kv_heads, GROUP=group, D=dim, HALF=int(cos_sin.shape[1]) // 2, PAGE=page)
+    b.constants(COLUMNS=int(call.input(7).shape[1]), Q_ROW=q.strides[0], K_ROW=k.strides[0])
+    b.constants(V_ROW=v.strides[0], Q_HEAD=q.strides[1], K_HEAD=k.strides[1], V_HEAD=v.strides[1])
+    b.constants(WINDOW=int(call.attrs["window"]), SOFTCAP=float(call.attrs["softcap"]) > 0)
+    b.constants(ROWS=group_rows, GROUP_ROWS=power_of_two(group), BLOCK_N=keys, BLOCK_D=block_d)
+    b.constants(SHARED=how.splits > 1, JOIN=_joined(warps, power_of_two(group) * block_d))
+    b.constants(PREFETCH=how.prefetch, THREADS=32 * warps, STAGES=how.stages)
+    grid = (Term(times=kv_heads),), (Term(times=how.splits),), (rows(q),)
+    return (b.launch(*grid, num_warps=warps),)
+
+
+def _joined(warps: int, values: int) -> int:
+    """Parts of so many values that fit into the registers of a program at a time."""
+    return max(1, power_of_two(warps * 32 * 128 // values + 1) // 2)
+
+
+def _parts(how: Decode, heads: int) -> Mapping[str, int]:
+    """Offsets of the partial results in the workspace, bytes."""
+    n = how.largest * heads * how.splits * 4
+    n += -n % 16
+    return {"partial": 2 * n, "partial_max": 0, "partial_sum": n}
+
+
+def _workspace(how: Decode) -> Callable[[NodeSpec, int], int]:
+    def nbytes(node: NodeSpec, max_tokens: int) -> int:
+        q = node.inputs[0]
+        assert q is not None
+        heads, dim = int(q.shape[1]), int(q.shape[2])
+        parts = _parts(how, heads)["partial"] + how.largest * heads * how.splits * dim * 4
+        return max(parts if how.splits > 1 else 0, _attention_bytes(_ATTENTION, node, max_tokens))
+
+    return nbytes
+
+
+def _separately(attention: Tactic) -> Callable[[CallSpec, int], tuple[Work, ...]]:
+    """Both parts by their own kernels, the second as in any step of the tactic ``attention``."""
+
+    def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+        out = call.outputs[0]
+        write = CallSpec(
+            inputs=tuple(call.inputs[i] for i in _WRITE), outputs=(out,), attrs={"eps": call.attrs["eps"]}
+        )
+        attend = CallSpec(
+            inputs=(out, *(call.inputs[i] for i in _ATTEND)),
+            outputs=(out,),
+            attrs={name: call.attrs[name] for name in ("scale", "window", "softcap")},
+        )
+        assert attention.launches is not None
+        result = Argument("output")
+        return (
+            *on_behalf(rope_kv_write.launches(write, max_tokens), [_input(i) for i in _WRITE], [result]),
+            *on_behalf(
+                attention.launches(attend, max_tokens), [result, *(_input(i) for i in _ATTEND)], [result]
+            ),
+        )
+
+    return launches
+
+
+def _input(index: int) -> Argument:
+    return Argument("input", index=index)
+
+
+def _attention_bytes(attention: Tactic, node: NodeSpec, max_tokens: int) -> int:
+    """The workspace that the second part wants."""
+    inputs = node.inputs[0], *(node.inputs[i] for i in _ATTEND)
+    return attention.workspace(NodeSpec(op=attention.op, inputs=inputs, attrs=node.attrs), max_tokens)
+
+
+def _supports(node: NodeSpec) -> bool:
+    return gpu_caches(node, 4, 5)
+
+
+def _counts(how: Decode) -> Callable[[NodeSpec], bool]:
+    """Whether there are counters for every sequence and KV head of a step."""
+
+    def supports(node: NodeSpec) -> bool:
+        k = node.inputs[1]
+        assert k is not None
+        return _supports(node) and how.largest * int(k.shape[1]) <= COUNTERS
+
+    return supports
+
+
+def _decode(how: Decode) -> Callable[[CallSpec, int], tuple[Work, ...]]:
+    return lambda call, max_tokens: decode(call, how)
+
+
+TACTICS = [
+    *(
+        Tactic(
+            name=f"cuda.rope_paged_attention.{how.largest or 'any'}",
+            op="rope_paged_attention",
+            device="cuda",
+            supports=_counts(how),
+            priority=20 if how.largest else 10,
+            precision="bfloat16",
+            largest_tokens=how.largest,
+            workspace=_workspace(how),
+            launches=_separately(_ATTENTION),
+            decode=_decode(how),
+        )
+        for how in DECODES
+    ),
+    Tactic(
+        name="cuda.rope_paged_attention.invariant",
+        op="rope_paged_attention",
+        device="cuda",
+        supports=_supports,
+        priority=0,
+        precision="bfloat16",
+        batch_invariant=True,
+        workspace=functools.partial(_attention_bytes, _INVARIANT),
+        launches=_separately(_INVARIANT),
+    ),
+]

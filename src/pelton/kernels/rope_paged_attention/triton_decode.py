@@ -1,0 +1,254 @@
+"""rope_paged_attention in Triton where every sequence has one token: one launch for a layer's attention.
+
+Up to ``splits`` programs share the keys of a sequence and KV head, each at least ``least`` tiles of them, and
+those that a short sequence has no use for leave at once. Each rotates the group's queries for itself. The
+last one also rotates the new key, stores it and its value, and attends to them from registers, so that
+nothing waits for a store. Whichever program finishes last joins the parts (flash decoding: Dao et al., 2023).
+"""
+
+import triton
+import triton.language as tl
+
+from pelton.kernels.rope_kv_write.triton_rope_kv_write import rotated
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+#: Triton's interpreter does not run assembly.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _prefetch(addresses, nbytes):
+    """Begin to bring so many bytes at each address into L2 (sm_90); a multiple of 16, or 0 for none."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+        "=r,l,r",
+        [addresses, nbytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _scores(raw, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores in units of log2(e), so that exp2 of them costs no multiplication of its own."""
+    if SOFTCAP:
+        # softcap * tanh(s / softcap), tanh(u) = 1 - 2 / (exp(2 u) + 1)
+        return softcap * (1.0 - 2.0 / (tl.exp(2.0 * (raw * scale) / softcap) + 1.0)) * LOG2_E
+    return raw * (scale * LOG2_E)
+
+
+@triton.jit
+def decode(
+    q,
+    k,
+    v,
+    cos_sin,
+    k_cache,
+    v_cache,
+    slots,
+    block_table,
+    seq_lens,
+    q_weight,
+    k_weight,
+    out,
+    counters,
+    partial,
+    partial_max,
+    partial_sum,
+    eps,
+    scale,
+    softcap,
+    splits,
+    least,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    Q_HEAD: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SHARED: tl.constexpr,
+    JOIN: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    THREADS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    n_keys = tl.load(seq_lens + b)
+    slot = tl.load(slots + b).to(tl.int64)
+    # Keys in the cache, and the first that the token sees. A token without a slot is in the cache itself.
+    cached = tl.where(slot >= 0, n_keys - 1, n_keys)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(n_keys - WINDOW, 0)
+    first_tile = first // BLOCK_N
+    n_tiles = tl.maximum(tl.cdiv(cached, BLOCK_N) - first_tile, 0)
+    programs = tl.maximum(tl.minimum(tl.cdiv(n_tiles, least), splits), 1)
+    if split >= programs:
+        return
+    begin = (first_tile + split * n_tiles // programs) * BLOCK_N
+    end = tl.minimum((first_tile + (split + 1) * n_tiles // programs) * BLOCK_N, cached)
+    table = block_table + b * COLUMNS
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < D
+    if PREFETCH > 0 and not INTERPRETED:
+        # On their way while the queries are rotated: a thread starts a block of its own.
+        page = begin // PAGE + tl.arange(0, THREADS)
+        wanted = (page * PAGE < end) & (tl.arange(0, THREADS) < PREFETCH)
+        at = (tl.load(table + page, mask=wanted, other=0).to(tl.int64) * KV_HEADS + kv_head) * (PAGE * D)
+        nbytes = tl.where(wanted, PAGE * D * (k_cache.dtype.element_ty.primitive_bitwidth // 8), 0)
+        _prefetch(k_cache + at, nbytes)
+        _prefetch(v_cache + at, nbytes)
+
+    # From here on what the step's earlier kernels wrote.
+    row = tl.arange(0, ROWS)
+    head = kv_head * GROUP + row
+    valid = row < GROUP
+    turn = cos_sin + b * (2 * HALF)
+    kind = q.dtype.element_ty
+    queries = rotated(q + b * Q_ROW + head * Q_HEAD, valid, q_weight, turn, eps, D, HALF, BLOCK_D).to(kind)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    if split == programs - 1 and slot >= 0:
+        one = kv_head + tl.arange(0, 1)
+        place = ((slot // PAGE * KV_HEADS + one) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
+        key = rotated(k + b * K_ROW + one * K_HEAD, one >= 0, k_weight, turn, eps, D, HALF, BLOCK_D)
+        key = key.to(kind).to(k_cache.dtype.element_ty)
+        value = v + b * V_ROW + (one * V_HEAD)[:, None] + d[None, :]
+        value = tl.load(value, mask=in_head[None, :], other=0.0).to(v_cache.dtype.element_ty)
+        tl.store(k_cache + place, key, mask=in_head[None, :])
+        tl.store(v_cache + place, value, mask=in_head[None, :])
+        raw = tl.sum(queries.to(tl.float32) * key.to(kind).to(tl.float32), 1)
+        best = _scores(raw, scale, softcap, SOFTCAP)
+        total = total + 1.0
+        acc = acc + value.to(kind).to(tl.float32)
+
+    column = tl.arange(0, BLOCK_N)
+    for key0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        # Beyond the end the last key again: what is past it may be anything, NaN too.
+        key = tl.minimum(key0 + column, end - 1)
+        if PAGE % BLOCK_N == 0:
+            # The tile lies in one block.
+            block = tl.load(table + key0 // PAGE).to(tl.int64)
+            at = (block * KV_HEADS + kv_head) * PAGE + key % PAGE
+        else:
+            block = tl.load(table + key // PAGE).to(tl.int64)
+            at = (block * KV_HEADS + kv_head) * PAGE + key % PAGE
+        places = at[:, None] * D + d[None, :]
+        if D == BLOCK_D:
+            keys = tl.load(k_cache + places)
+            values = tl.load(v_cache + places)
+        else:
+            keys = tl.load(k_cache + places, mask=in_head[None, :], other=0.0)
+            values = tl.load(v_cache + places, mask=in_head[None, :], other=0.0)
+        s = tl.dot(queries, tl.trans(keys.to(kind)), input_precision="ieee")
+        s = _scores(s, scale, softcap, SOFTCAP)
+        seen = key0 + column < end
+        if WINDOW > 0:
+            seen = seen & (key0 + column >= first)
+        s = tl.where(seen[None, :], s, float("-inf"))
+        # Every tile has a key that is seen, so that this is a number.
+        new_best = tl.maximum(best, tl.max(s, 1))
+        p = tl.exp2(s - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(kind), values.to(kind), acc * shrink[:, None], input_precision="ieee")
+        best = new_best
+
+    to = out + (b * (KV_HEADS * GROUP) + head)[:, None] * D + d[None, :]
+    if not SHARED:
+        # A sequence without keys (padding) has no sum.
+        y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(to, y.to(out.dtype.element_ty), mask=valid[:, None] & in_head[None, :])
+    elif programs == 1:
+        y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(to, y.to(out.dtype.element_ty), mask=valid[:, None] & in_head[None, :])
+    else:
+        group = b * KV_HEADS + kv_head
+        part = (group * splits + split) * GROUP + row
+        tl.store(partial_max + part, best, mask=valid)
+        tl.store(partial_sum + part, total, mask=valid)
+        tl.store(partial + part[:, None] * D + d[None, :], acc, mask=valid[:, None] & in_head[None, :])
+        # All threads' parts are written before the count says so, and counted before they are read.
+        tl.debug_barrier()
+        if tl.atomic_add(counters + group, 1, sem="acq_rel") == programs - 1:
+            tl.store(counters + group, 0)
+            _join(
+                out,
+                partial,
+                partial_max,
+                partial_sum,
+                group,
+                splits,
+                programs,
+                GROUP,
+                GROUP_ROWS,
+                D,
+                BLOCK_D,
+                JOIN,
+            )
+
+
+@triton.jit
+def _join(
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    group,
+    splits,
+    programs,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    JOIN: tl.constexpr,
+):
+    """The parts of a group's heads, ``JOIN`` at a time, weighted by their share of the softmax."""
+    row = tl.arange(0, GROUP_ROWS)
+    d = tl.arange(0, BLOCK_D)
+    best = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    acc = tl.zeros([GROUP_ROWS, BLOCK_D], tl.float32)
+    for start in tl.range(0, programs, JOIN):
+        split = start + tl.arange(0, JOIN)
+        there = (split < programs)[:, None] & (row < GROUP)[None, :]
+        part = (group * splits + split)[:, None] * GROUP + row[None, :]
+        # Not from L1, which knows nothing of other programs' stores.
+        m = tl.load(partial_max + part, mask=there, other=float("-inf"), cache_modifier=".cg")
+        n = tl.load(partial_sum + part, mask=there, other=0.0, cache_modifier=".cg")
+        x = tl.load(
+            partial + part[:, :, None] * D + d[None, None, :],
+            mask=there[:, :, None] & (d < D)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_best = tl.maximum(best, tl.max(m, 0))
+        # Rows that pad the group have -inf, and -inf - -inf is NaN.
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(m - shift[None, :])
+        shrink = tl.exp2(best - shift)
+        total = total * shrink + tl.sum(weight * n, 0)
+        acc = acc * shrink[:, None] + tl.sum(x * weight[:, :, None], 0)
+        best = new_best
+    y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(
+        out + (group * GROUP + row)[:, None] * D + d[None, :],
+        y.to(out.dtype.element_ty),
+        mask=(row < GROUP)[:, None] & (d < D)[None, :],
+    )
