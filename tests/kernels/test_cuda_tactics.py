@@ -83,6 +83,28 @@ for n, k, programs, kind in ((80, 192, 7, ""), (33, 200, 3, "silu")):
 print("right")
 """
 
+PADDED = """
+import torch
+from pelton.ir.op import get_op
+from pelton.ir.ops import rope_paged_attention
+from pelton.kernels import conformance_cuda as c
+from pelton.kernels.tactic import all_tactics
+
+# As a graph pads a step: sequences without keys, whose slots store nothing. Caches of another type.
+op = get_op("rope_paged_attention")
+g = torch.Generator().manual_seed(0)
+lens = [(1, 40), (1, 1), (1, 130), (1, 1)]
+sample = rope_paged_attention.make_sample(g, lens=lens, heads=(8, 2), block_size=16, dtype=torch.float16)
+for b in (1, 3):
+    sample.args[6][b] = -1
+    sample.args[9][b] = 0
+    sample.args[7][b] = 0
+tactics = [t for t in all_tactics().values() if t.op == op.name and t.decode and t.takes(len(lens))]
+for tactic in tactics:
+    c.check(c.Case(op, sample, tactic, "float16", decode=True))
+print(len(tactics), "right")
+"""
+
 COMPILE = """
 from pelton.builder.cubins import compile_kernel
 from pelton.kernels.launch import CallSpec, OperandSpec
@@ -120,6 +142,10 @@ def test_programs_that_share_a_tile_add_up(tmp_path: Path) -> None:
 
 def test_a_row_of_bfloat16_is_read_in_words(tmp_path: Path) -> None:
     assert "right" in run(WORDS, tmp_path, TRITON_INTERPRET="1")
+
+
+def test_sequences_that_pad_a_decode_step_attend_to_nothing(tmp_path: Path) -> None:
+    assert int(run(PADDED, tmp_path, TRITON_INTERPRET="1").split()[0]) > 0
 
 
 def test_kernels_are_compiled_without_a_gpu(tmp_path: Path) -> None:

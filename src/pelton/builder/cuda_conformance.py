@@ -83,7 +83,7 @@ class DeviceRunner:
         places = {i: p for i, p in enumerate([*inputs, *outputs]) if p is not None}
         launcher = self._launcher(case, call, {i: p.address for i, p in places.items()}, workspace)
         try:
-            launcher.run(self._stream, call.dims)
+            launcher.run(self._stream, call.dims, decodes=case.decode)
             self._stream.copy_out(counters.ctypes.data, workspace.address, counters.nbytes)
             self._stream.wait()
             return CaseResult(

@@ -16,6 +16,12 @@ def step_dims(batch: InputBatch) -> dict[str, int]:
     }
 
 
+def decodes(batch: InputBatch) -> bool:
+    """Whether every sequence has one token in this step: row b is of sequence b."""
+    ends = batch.groups[0].cu_seqlens
+    return ends.size == batch.input_ids_T.size + 1 and bool((ends[1:] > ends[:-1]).all())
+
+
 def step_inputs(batch: InputBatch) -> dict[str, Int32]:
     """The arrays of a step by the name of the ``input`` buffer they fill."""
     arrays = {

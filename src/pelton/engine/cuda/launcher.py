@@ -173,12 +173,19 @@ class Launcher:
         return _Bound(self._functions[work.kernel], kernel.threads, kernel.shared, work, pointers)
 
     def run(
-        self, stream: Stream, dims: Mapping[str, int], after: Callable[[int], None] | None = None
+        self,
+        stream: Stream,
+        dims: Mapping[str, int],
+        after: Callable[[int], None] | None = None,
+        *,
+        decodes: bool,
     ) -> None:
-        """Put a step of the sizes ``dims`` into ``stream``; ``after`` is called behind each instruction."""
+        """Put a step of the sizes ``dims`` into ``stream``; ``after`` is called behind each instruction.
+
+        ``decodes``: every sequence has one token (``step_inputs.decodes``).
+        """
         for name, value in self._dims.items():
             value.value = dims[name]
-        decodes = dims["T"] == dims["B"]
         for index, choices in enumerate(self._bound):
             rows = dims[self._rows[index]]
             fitting = next(((always, decode) for largest, always, decode in choices if rows <= largest), None)

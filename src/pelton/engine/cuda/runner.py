@@ -24,7 +24,7 @@ from pelton.engine.cuda.launcher import Launcher
 from pelton.engine.cuda.sampler import DeviceSampler, Slot
 from pelton.engine.cuda.weights import DeviceWeights
 from pelton.engine.plan import Instruction, Operand
-from pelton.engine.step_inputs import step_dims
+from pelton.engine.step_inputs import decodes, step_dims
 from pelton.errors import DeviceError, EngineError
 from pelton.kernels.gpu.driver import Device, Event, Graph, Memory, PinnedMemory, Stream, capture
 from pelton.kernels.launch import COUNTER_BYTES
@@ -150,7 +150,8 @@ class CudaRunner:
         """Put a step into the stream -> rows of logits."""
         dims = step_dims(batch)
         rows = dims["N"]
-        size = self._graph_size(dims) if after is None else 0
+        decoding = decodes(batch)
+        size = self._graph_size(dims) if decoding and after is None else 0
         if size:
             dims = {"T": size, "B": size, "B+1": size + 1, "N": size}
         self._inputs.stage(batch, dims, slot.inputs, self._stream)
@@ -159,19 +160,19 @@ class CudaRunner:
         if size:
             self._graph(size, dims).launch(self._stream)
         else:
-            self._launcher.run(self._stream, dims, after)
+            self._launcher.run(self._stream, dims, after, decodes=decoding)
         return rows
 
     def _graph_size(self, dims: Mapping[str, int]) -> int:
-        """The bucket of a step in which each sequence has one token and wants its logits; else 0."""
-        if not dims["T"] == dims["B"] == dims["N"]:
+        """The bucket of a decode step in which each sequence wants its logits; else 0."""
+        if dims["B"] != dims["N"]:
             return 0
         return next((size for size in self._sizes if size >= dims["B"]), 0)
 
     def _graph(self, size: int, dims: Mapping[str, int]) -> Graph:
         if size not in self._graphs:
             with capture(self._stream) as captured:
-                self._launcher.run(self._stream, dims)
+                self._launcher.run(self._stream, dims, decodes=True)
             assert captured.graph is not None
             self._graphs[size] = captured.graph
         return self._graphs[size]
@@ -191,7 +192,8 @@ class CudaRunner:
             self._inputs.stage(batch, dims, slot.inputs, self._stream)
             events = [Event(timing=True) for _ in range(len(self._plan.instructions) + 1)]
             events[0].record(self._stream)
-            self._launcher.run(self._stream, dims, lambda i: events[i + 1].record(self._stream))  # noqa: B023
+            after = lambda i: events[i + 1].record(self._stream)  # noqa: B023
+            self._launcher.run(self._stream, dims, after, decodes=decodes(batch))
             self._stream.wait()
         times = [b.milliseconds_since(a) for a, b in itertools.pairwise(events)]
         for event in events:
