@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pelton.builder.build import build
+from pelton.engine import session as session_module
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
 from pelton.engine.cuda.placement import gpu_free
@@ -46,15 +47,20 @@ def test_memory_that_others_took_is_said(engine: tuple[Path, str]) -> None:
         others.close()
 
 
-def test_a_cache_that_does_not_fit_is_one_sentence_and_leaves_nothing(engine: tuple[Path, str]) -> None:
+def test_a_cache_that_does_not_fit_is_one_sentence_and_leaves_nothing(
+    engine: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Session(engine[0], kv_blocks=16):
         pass
     device = Device()
     before = device.memory()[0]
+    # As if the rest of the memory had been taken after it was looked at.
+    monkeypatch.setattr(session_module, "gpu_free", lambda *_: 1 << 60)
     with pytest.raises(
         ConfigError, match=r"the GPU has no .* GB left: .* are free; use a smaller gpu_memory"
     ):
         Session(engine[0], kv_blocks=1 << 30)
+    monkeypatch.undo()
     assert abs(device.memory()[0] - before) < 64 << 20
     with Session(engine[0], kv_blocks=16):
         pass
