@@ -20,7 +20,7 @@ from pelton.engine.cuda.placement import gpu_free
 from pelton.engine.session import Session
 from pelton.errors import ConfigError
 from pelton.kernels.gpu.driver import Device, Memory
-from tests.builder.random_checkpoint import RandomCheckpoint
+from tests.builder.paper_gpu import WithTokenizer
 from tests.gpu.breaking import BREAK, SESSION
 from tests.gpu.conftest import CONFIG
 
@@ -56,23 +56,12 @@ def test_a_cache_that_does_not_fit_is_one_sentence_and_leaves_nothing(
     before = device.memory()[0]
     # As if the rest of the memory had been taken after it was looked at.
     monkeypatch.setattr(session_module, "gpu_free", lambda *_: 1 << 60)
-    with pytest.raises(
-        ConfigError, match=r"the GPU has no .* GB left: .* are free; use a smaller gpu_memory"
-    ):
+    with pytest.raises(ConfigError, match=r"the GPU has no .*B left: .* are free; use a smaller gpu_memory"):
         Session(engine[0], kv_blocks=1 << 30)
     monkeypatch.undo()
     assert abs(device.memory()[0] - before) < 64 << 20
     with Session(engine[0], kv_blocks=16):
         pass
-
-
-class WithTokenizer(RandomCheckpoint):
-    """One that a server can serve: a token a byte."""
-
-    def write_tokenizer(self, directory: Path) -> None:
-        from tests.serving.fake_engine import write_tokenizer
-
-        write_tokenizer(directory, chat_template=False)
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:

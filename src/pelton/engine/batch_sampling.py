@@ -24,6 +24,14 @@ class SamplingInputs:
     uniform_N: Float32
 
 
+def greedy(rows: int) -> SamplingInputs:
+    """The most likely token of each of ``rows`` rows of logits."""
+    zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+    return SamplingInputs(
+        temperature_N=zeros, top_k_N=np.zeros(rows, np.int32), top_p_N=ones, min_p_N=zeros, uniform_N=zeros
+    )
+
+
 class PendingStep(Protocol):
     """A step that was submitted and may still run."""
 

@@ -1,8 +1,9 @@
 """Times an engine's instructions while it prefills prompts and decodes after them.
 
-Every step is run twice over the same KV slots: as it is served, and with a clock read at each
+Every step is run several times over the same KV slots: as it is served, and with a clock read at each
 instruction. What the second takes besides its instructions is the host's share of a step: checks,
-staging, the call, waking the threads.
+staging, the call, waking the threads. On a GPU the clock is the GPU's own, and the host's share is what a
+served step takes beyond its instructions.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.engine.batch import InputBatch
+from pelton.engine.batch_sampling import greedy
 from pelton.engine.config import EngineConfig
 from pelton.engine.cost import Cost, StepShape, step_costs
-from pelton.engine.native_plan import NativePlan
 from pelton.engine.pieces import Piece, make_batch
 from pelton.engine.session import Session
 from pelton.errors import ConfigError, EngineError
@@ -66,17 +67,16 @@ def profile_session(session: Session, prompts: Sequence[Tokens], steps: int) -> 
     """Prefill ``prompts`` (batched, in chunks of ``max_num_tokens``), then decode ``steps`` tokens each.
 
     The session's cache must hold them (``blocks_needed``); its contents are overwritten. Raises
-    ``ConfigError`` when the engine's limits do not allow it, ``EngineError`` without the native runner.
+    ``ConfigError`` when the engine's limits do not allow it, ``EngineError`` on the reference runner.
     """
-    plan = session.native_plan
-    if plan is None:
+    if session.native_plan is None and not session.samples:
         raise EngineError(
-            "profiles are of the native CPU runner, and this engine runs on the "
+            "profiles are of the native CPU runner and of GPUs, and this engine runs on the "
             f"{session.runner_name} runner here; use an engine for CPUs where the native library is"
         )
     _check_limits(session, prompts, steps)
     blocks = _block_tables(session, prompts, steps)
-    _step(session, plan, "warm", [p[:1] for p in prompts], [0] * len(prompts), blocks)
+    _step(session, "warm", [p[:1] for p in prompts], [0] * len(prompts), blocks)
     done = [0] * len(prompts)
     found = []
     limit = session.config.build.max_num_tokens
@@ -86,11 +86,11 @@ def profile_session(session: Session, prompts: Sequence[Tokens], steps: int) -> 
         for d, p in zip(done, prompts, strict=True):
             new.append(p[d : d + room])
             room -= new[-1].size
-        found.append(_step(session, plan, "prefill", new, done, blocks)[0])
+        found.append(_step(session, "prefill", new, done, blocks)[0])
         done = [d + n.size for d, n in zip(done, new, strict=True)]
     tokens = [p[-1:] for p in prompts]
     for _ in range(steps):
-        step, tokens = _step(session, plan, "decode", tokens, done, blocks)
+        step, tokens = _step(session, "decode", tokens, done, blocks)
         found.append(step)
         done = [d + 1 for d in done]
     return found
@@ -159,12 +159,7 @@ def _block_tables(session: Session, prompts: Sequence[Tokens], steps: int) -> li
 
 
 def _step(
-    session: Session,
-    plan: NativePlan,
-    phase: str,
-    new: Sequence[Tokens],
-    done: Sequence[int],
-    blocks: Sequence[Tokens],
+    session: Session, phase: str, new: Sequence[Tokens], done: Sequence[int], blocks: Sequence[Tokens]
 ) -> tuple[StepProfile, list[Tokens]]:
     """Run a step plainly and profiled; also the likeliest next token of each sequence."""
     live = [i for i, n in enumerate(new) if n.size]
@@ -176,25 +171,47 @@ def _step(
         keys=tuple(p.start + p.tokens.size for p in pieces),
         logits=len(pieces),
     )
-    plain, _ = _timed(session, batch)
-    plan.start_profile()
-    try:
-        wall, logits = _timed(session, batch)
-        seconds = np.array([t.seconds for t in plan.profile()])
-    finally:
-        plan.stop_profile()
+    timed = _on_cpu if session.native_plan is not None else _on_gpu
+    plain, wall, seconds, tokens = timed(session, batch)
     step = StepProfile(
         phase=phase,
         shape=shape,
         plain=plain,
         wall=wall,
         seconds=seconds,
-        costs=step_costs(plan.plan, shape),
+        costs=step_costs(session.engine.plan, shape),
     )
-    return step, [row.argmax(keepdims=True).astype(np.int32) for row in logits]
+    return step, [token.reshape(1).astype(np.int32) for token in tokens]
 
 
-def _timed(session: Session, batch: InputBatch) -> tuple[float, npt.NDArray[np.float32]]:
+_Timed = tuple[float, float, npt.NDArray[np.float64], npt.NDArray[np.integer]]
+"""Seconds served and profiled, seconds by instruction, next tokens."""
+
+
+def _on_cpu(session: Session, batch: InputBatch) -> _Timed:
+    plan = session.native_plan
+    assert plan is not None
     start = time.perf_counter()
-    result = session.run(batch)
-    return time.perf_counter() - start, result.logits_NV
+    session.run(batch)
+    middle = time.perf_counter()
+    plan.start_profile()
+    try:
+        begin = time.perf_counter()
+        logits_NV = session.run(batch).logits_NV
+        wall = time.perf_counter() - begin
+        seconds = np.array([t.seconds for t in plan.profile()])
+    finally:
+        plan.stop_profile()
+    return middle - start, wall, seconds, logits_NV.argmax(axis=1)
+
+
+def _on_gpu(session: Session, batch: InputBatch) -> _Timed:
+    sampling = greedy(len(batch.logits_indices_N))
+    for _ in range(2):  # the first loads kernels and captures the step's graph
+        start = time.perf_counter()
+        tokens = session.submit(batch, sampling).tokens()
+        plain = time.perf_counter() - start
+    times = session.profile_step(batch)
+    assert times is not None
+    seconds = np.array(times)
+    return plain, max(plain, float(seconds.sum())), seconds, tokens

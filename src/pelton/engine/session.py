@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from pelton.engine import native_runner
 from pelton.engine.artifact import Engine, open_engine
 from pelton.engine.batch import InputBatch, StepResult
@@ -19,6 +22,7 @@ from pelton.engine.cuda.placement import gpu_device, gpu_free
 from pelton.engine.kv_cache import KVCaches, allocate, resolve_num_blocks
 from pelton.engine.memory_monitor import MemoryMonitor, MemoryUse
 from pelton.engine.native_plan import NativePlan
+from pelton.engine.plan import Instruction
 from pelton.engine.prefault import Prefault
 from pelton.engine.resources import cores
 from pelton.engine.trust import check_trust, is_trusted
@@ -49,6 +53,17 @@ class Submitting(Protocol):
     """A runner that samples on its device."""
 
     def submit(self, batch: InputBatch, sampling: SamplingInputs) -> PendingStep: ...
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A runner on a device: what profilers and debuggers ask it for."""
+
+    def profile(self, batch: InputBatch) -> list[tuple[Instruction, float]]: ...
+
+    def read_caches(self) -> dict[tuple[str, int], npt.NDArray[np.generic]]: ...
+
+    def zero_caches(self) -> None: ...
 
 
 class Session:
@@ -116,8 +131,30 @@ class Session:
 
     @property
     def kv_caches(self) -> KVCaches:
-        """The caches, for debuggers: (blocks, kv_heads, block_size, head_dim) of each layer."""
-        return self._caches
+        """The caches, for debuggers: (blocks, kv_heads, block_size, head_dim) of each layer.
+
+        Those of a device are a copy, as they are now.
+        """
+        if not isinstance(self._runner, OnDevice):
+            return self._caches
+        k, v = {}, {}
+        for (kind, layer), array in self._runner.read_caches().items():
+            (k if kind == "k_cache" else v)[layer] = array
+        return KVCaches(k, v, self.num_blocks)
+
+    def zero_kv_caches(self) -> None:
+        """Make the KV caches zero, for debuggers."""
+        if isinstance(self._runner, OnDevice):
+            self._runner.zero_caches()
+        for array in (*self._caches.k.values(), *self._caches.v.values()):
+            array.fill(0)
+
+    def profile_step(self, batch: InputBatch) -> list[float] | None:
+        """Run a step and time it on its device: seconds of each instruction. None on a CPU."""
+        if not isinstance(self._runner, OnDevice):
+            return None
+        self._checker.check(batch)
+        return [milliseconds / 1e3 for _, milliseconds in self._runner.profile(batch)]
 
     @property
     def memory(self) -> MemoryUse | None:

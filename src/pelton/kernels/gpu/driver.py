@@ -31,6 +31,7 @@ _OUT_OF_MEMORY = 2
 _FATAL = frozenset({214, 219, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 _CAPTURE_THREAD_LOCAL = 1
 _EVENT_DISABLE_TIMING = 2
+_EVENT_RECORD_EXTERNAL = 1
 #: CUlaunchAttributeID: programmatic stream serialization (dependent launch)
 _PROGRAMMATIC = 6
 
@@ -213,6 +214,10 @@ class Device:
         return value.value
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes / 1e6:.3g} MB"
+
+
 class Memory:
     """``nbytes`` of device memory, uninitialised."""
 
@@ -224,9 +229,8 @@ class Memory:
             free, total = C.c_size_t(), C.c_size_t()
             call("cuMemGetInfo_v2", C.byref(free), C.byref(total))
             raise ConfigError(
-                f"the GPU has no {nbytes / 1e9:.2f} GB left: {free.value / 1e9:.2f} GB of "
-                f"{total.value / 1e9:.2f} GB are free; use a smaller gpu_memory_fraction or max_batch_size, "
-                "or end what else uses the GPU"
+                f"the GPU has no {_size(nbytes)} left: {_size(free.value)} of {_size(total.value)} are free; "
+                "use a smaller gpu_memory_fraction or max_batch_size, or end what else uses the GPU"
             )
         if code:
             raise _failure("cuMemAlloc", code)
@@ -253,7 +257,7 @@ class PinnedMemory:
         code = library().cuMemHostAlloc(C.byref(pointer), C.c_size_t(max(nbytes, 16)), C.c_uint(0))
         if code == _OUT_OF_MEMORY:
             raise ConfigError(
-                f"this machine gives the GPU no {nbytes / 1e9:.2f} GB of page-locked memory; use a smaller "
+                f"this machine gives the GPU no {_size(nbytes)} of page-locked memory; use a smaller "
                 "max_num_tokens or max_batch_size, or end what else uses memory"
             )
         if code:
@@ -289,6 +293,10 @@ class Stream:
         """Device address ``source`` to host address ``target``."""
         call("cuMemcpyDtoHAsync_v2", C.c_void_p(target), address(source), C.c_size_t(nbytes), self.handle)
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Device address ``source`` to device address ``target``."""
+        call("cuMemcpyDtoDAsync_v2", address(target), address(source), C.c_size_t(nbytes), self.handle)
+
     def wait(self) -> None:
         """Until all of it is done; errors of kernels show here."""
         call("cuStreamSynchronize", self.handle)
@@ -307,8 +315,12 @@ class Event:
         call("cuEventCreate", C.byref(self.handle), 0 if timing else _EVENT_DISABLE_TIMING)
         _note(self)
 
-    def record(self, stream: Stream) -> None:
-        call("cuEventRecord", self.handle, stream.handle)
+    def record(self, stream: Stream, *, captured: bool = False) -> None:
+        """``captured``: in a stream that is being captured, record whenever the graph comes by."""
+        if captured:
+            call("cuEventRecordWithFlags", self.handle, stream.handle, C.c_uint(_EVENT_RECORD_EXTERNAL))
+        else:
+            call("cuEventRecord", self.handle, stream.handle)
 
     def wait(self) -> None:
         call("cuEventSynchronize", self.handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from pelton.engine.cost import Cost
     from pelton.engine.plan import Plan
     from pelton.engine.profile import PhaseProfile, Tokens
-    from pelton.kernels.roofline import MachineRates
 
 #: Tokens to prefill unless said otherwise, where the engine takes as many.
 PROMPT_LEN = 256
@@ -32,8 +32,9 @@ Examples:
   pelton profile model.engine --json | jq .phases
 
 Bytes and operations are computed from the plan: each weight and each visible key and value once, a
-multiply-add as two. The machine's read bandwidth and arithmetic rates are measured first, in half a second;
-"% read" and "% rate" say how much of them an op uses. Times of instructions include a barrier.""",
+multiply-add as two. The machine's read bandwidth and arithmetic rates are measured too, in half a second;
+"% read" and "% rate" say how much of them an op uses. Times of instructions include a barrier. On a GPU the
+step is the graph's or the launches' whole, and instructions are timed apart by the GPU itself.""",
 )
 @click.argument("engine", type=click.Path(path_type=Path))
 @click.option("--prompt", help="Text to prefill. Default: --prompt-len tokens of random ids.")
@@ -63,23 +64,24 @@ def profile(
     from pelton.engine.session import Session
 
     opened = open_engine(engine)
+    if opened.on_gpu and threads is not None:
+        raise ConfigError(f"--threads is for engines for CPUs, and {engine} is for a GPU; leave it out")
     fitting = (opened.config.build.max_seq_len or PROMPT_LEN) - steps
     prompts = _prompts(opened, prompt, prompt_len or max(1, min(PROMPT_LEN, fitting)), batch_size)
     blocks = blocks_needed(opened.config, prompts, steps)
     with Session(opened, threads=threads, kv_blocks=blocks, trust=trust) as session:
         measured = profile_session(session, prompts, steps)
         used = session.threads
-    from pelton.kernels.roofline import measure
-
-    rates = measure(used)
+    ceilings = _gpu_ceilings(opened) if opened.on_gpu else _cpu_ceilings(used)
     found = phases(measured)
     if trace is not None:
         _write_trace(trace, opened, measured)
-    record = _record(opened, found, rates)
+    record = _record(opened, found, ceilings)
     if as_json:
         import msgspec
 
-        click.echo(msgspec.json.format(msgspec.json.encode(record)).decode())
+        shown = {key: value for key, value in record.items() if key != "words"}
+        click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
     else:
         _print(record)
 
@@ -109,22 +111,66 @@ def _write_trace(path: Path, engine: Engine, steps: list[Any]) -> None:
     notify(f"trace of {len(steps)} steps in {path}; open it at ui.perfetto.dev or chrome://tracing")
 
 
-def _record(engine: Engine, found: list[PhaseProfile], rates: MachineRates) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Ceilings:
+    """What the machine can do, a second."""
+
+    machine: dict[str, Any]
+    """For the JSON object."""
+    words: str
+    read: float
+    """Bytes."""
+    rate: float
+    """Operations of the engine's own products."""
+    int8: float
+
+
+def _cpu_ceilings(threads: int) -> _Ceilings:
+    from pelton.kernels.roofline import measure
+
+    rates = measure(threads)
+    machine = {
+        "threads": rates.threads,
+        "read_bytes_per_second": rates.read,
+        "float32_operations_per_second": rates.float32,
+        "int8_operations_per_second": rates.int8,
+    }
+    words = (
+        f"{rates.threads} threads. The machine reads {rates.read / 1e9:.1f} GB/s and does "
+        f"{rates.float32 / 1e9:.0f} float32, {rates.int8 / 1e9:.0f} int8 G operations/s."
+    )
+    return _Ceilings(machine, words, rates.read, rates.float32, rates.int8)
+
+
+def _gpu_ceilings(engine: Engine) -> _Ceilings:
+    from pelton.kernels.gpu.roofline import measure
+
+    rates = measure(str(engine.config.build.dtype))
+    machine = {
+        "gpu": rates.name,
+        "read_bytes_per_second": rates.memory,
+        "dtype": rates.dtype,
+        "matrix_operations_per_second": rates.matrix,
+    }
+    words = (
+        f"{rates.name}. It moves {rates.memory / 1e9:.0f} GB/s and does {rates.matrix / 1e12:.0f} T "
+        f"{rates.dtype} operations/s."
+    )
+    return _Ceilings(machine, words, rates.memory, rates.matrix, rates.matrix)
+
+
+def _record(engine: Engine, found: list[PhaseProfile], ceilings: _Ceilings) -> dict[str, Any]:
     """Everything as one JSON object."""
     return {
         "engine": str(engine.path),
         "model": engine.config.model.name,
-        "machine": {
-            "threads": rates.threads,
-            "read_bytes_per_second": rates.read,
-            "float32_operations_per_second": rates.float32,
-            "int8_operations_per_second": rates.int8,
-        },
-        "phases": [_phase(engine.plan, phase, rates) for phase in found],
+        "machine": ceilings.machine,
+        "words": ceilings.words,
+        "phases": [_phase(engine.plan, phase, ceilings) for phase in found],
     }
 
 
-def _phase(plan: Plan, phase: PhaseProfile, rates: MachineRates) -> dict[str, Any]:
+def _phase(plan: Plan, phase: PhaseProfile, ceilings: _Ceilings) -> dict[str, Any]:
     from pelton.engine.cost import runs_int8
     from pelton.engine.layers import instruction_layers
     from pelton.engine.profile_trace import tactic_of
@@ -144,12 +190,12 @@ def _phase(plan: Plan, phase: PhaseProfile, rates: MachineRates) -> dict[str, An
 
         seconds = float(phase.seconds[members].sum())
         cost: Cost = sum((phase.costs[i] for i in members), Cost())
-        rate = rates.int8 if bytes_wide else rates.float32
+        rate = ceilings.int8 if bytes_wide else ceilings.rate
         return {
             "instructions": len(members),
             "ms": seconds * 1e3,
             "share": seconds / total if total else 0.0,
-            **_per_second(cost, seconds, rates.read, rate),
+            **_per_second(cost, seconds, ceilings.read, rate),
         }
 
     return {
@@ -190,13 +236,7 @@ def _per_second(cost: Cost, seconds: float, read: float, rate: float) -> dict[st
 def _print(record: dict[str, Any]) -> None:
     from pelton.serving.cli.tables import table
 
-    machine = record["machine"]
-    click.echo(
-        f"{record['model']}, {machine['threads']} threads. The machine reads "
-        f"{machine['read_bytes_per_second'] / 1e9:.1f} GB/s and does "
-        f"{machine['float32_operations_per_second'] / 1e9:.0f} float32, "
-        f"{machine['int8_operations_per_second'] / 1e9:.0f} int8 G operations/s."
-    )
+    click.echo(f"{record['model']}, {record['words']}")
     for phase in record["phases"]:
         what = (
             f"prefill of {phase['tokens']} tokens in {phase['steps']} steps"

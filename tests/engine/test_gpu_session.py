@@ -1,0 +1,77 @@
+"""A session on a GPU that is not there: memory that runs out, a device that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pelton.engine.session import Session
+from pelton.errors import ConfigError, DeviceError
+from pelton.kernels.gpu.null import NullLibrary, null_gpu
+from pelton.runtime.executor import Executor
+from tests.builder.paper_gpu import build_paper_engine
+from tests.runtime.test_executor import drain, make_request
+
+ILLEGAL_ADDRESS, OUT_OF_MEMORY = 700, 2
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_paper_engine(tmp_path_factory.mktemp("gpu") / "paper.engine")
+
+
+@pytest.fixture
+def gpu() -> Iterator[NullLibrary]:
+    with null_gpu() as null:
+        null.cuGetErrorString = say  # type: ignore[method-assign]
+        yield null
+
+
+def say(code: int, text: Any) -> int:
+    text._obj.value = b"an illegal memory access was encountered"
+    return 0
+
+
+@pytest.mark.parametrize("taken", range(1, 12))
+def test_memory_that_runs_out_while_a_session_opens_is_all_given_back(
+    engine: Path, gpu: NullLibrary, taken: int
+) -> None:
+    allocate, count = gpu.cuMemAlloc_v2, 0
+
+    def limited(pointer: Any, size: Any) -> int:
+        nonlocal count
+        count += 1
+        return OUT_OF_MEMORY if count > taken else allocate(pointer, size)
+
+    gpu.cuMemAlloc_v2 = limited  # type: ignore[method-assign]
+    try:
+        with pytest.raises(ConfigError, match=r"the GPU( has)? no .*B (left: .* are free|of page-locked)"):
+            Session(engine, kv_blocks=8)
+    finally:
+        assert not gpu._memory, f"{len(gpu._memory)} allocations were kept"
+
+
+def test_a_gpu_too_full_for_the_weights_is_refused_before_anything_is_taken(
+    engine: Path, gpu: NullLibrary
+) -> None:
+    with pytest.raises(ConfigError, match=r"needs .* for weights and work; .* are free on null, of which 0%"):
+        Session(engine, gpu_memory_fraction=1e-4)
+    assert not gpu._memory
+
+
+def test_a_gpu_that_fails_ends_the_executor_and_closes_quietly(engine: Path, gpu: NullLibrary) -> None:
+    session = Session(engine, kv_blocks=40)
+    executor = Executor(session)
+    executor.add(make_request("a", [1, 2, 3], max_tokens=20))
+    for _ in range(3):
+        executor.step()
+    for name in ("cuEventSynchronize", "cuStreamSynchronize", "cuLaunchKernelEx", "cuGraphLaunch"):
+        setattr(gpu, name, lambda *_: ILLEGAL_ADDRESS)
+    with pytest.raises(DeviceError, match=r"the GPU failed \(cu.*\): an illegal memory access .* restart"):
+        drain(executor)
+    executor.close()
+    session.close()
+    assert [pool.num_used for pool in executor.kv.pools] == [0]
