@@ -29,7 +29,7 @@ def paper_cubin(source: Source, sm: int) -> cubins.Cubin:
 
 def build_paper_engine(path: Path, **settings: object) -> Path:
     """A tiny engine for ``sm_90``; nothing is compiled and nothing checked."""
-    config = {"target": "sm_90", "max_batch_size": 4, "max_num_tokens": 64, **settings}
+    config = {"target": "sm_90", "max_batch_size": 4, "max_num_tokens": 128, **settings}
     with (
         mock.patch.object(cubins, "compile_kernel", paper_cubin),
         mock.patch.object(cubins, "cores", return_value=1),

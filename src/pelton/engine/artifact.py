@@ -125,10 +125,15 @@ class Engine:
     def read_json(self, name: str, kind: type[T]) -> T:
         """The file ``name`` of the engine as a ``kind``. Raises ``EngineError``, also where it is not the
         file that the manifest names: such files are not read, so not hashed, when the engine is opened."""
+        self.verify_file(name)
+        return _decode(self.path / name, kind)
+
+    def verify_file(self, name: str) -> None:
+        """Raise ``EngineError`` where a file of the engine is not the one that the manifest names."""
         for entry in self.manifest.files:
             if entry.path == name:
                 _check_file(self.path, entry, verify=True)
-                return _decode(self.path / name, kind)
+                return
         raise _damaged(self.path / "manifest.json", f"it does not list {name}")
 
 

@@ -16,9 +16,7 @@ def check_instruction(instruction: Instruction, plan: Plan, config: EngineConfig
     name, op = instruction.name, instruction.op
     if any(not isinstance(a, str) and not math.isfinite(a) for a in instruction.attrs.values()):
         raise ValueError(f"instruction {name} has an attribute that is no number")
-    limits = [choice.max_tokens for choice in instruction.tactics]
-    if limits and (limits != sorted(limits) or not plan.dims["T"] <= limits[-1] < 1 << 31):
-        raise ValueError(f"the tactics of instruction {name} do not cover steps of {plan.dims['T']} tokens")
+    check_limits(instruction, plan)
     native = [choice for choice in instruction.tactics if choice.tactic not in plan.external]
     if not native:
         return  # the reference, or code that runs only with trust
@@ -33,6 +31,15 @@ def check_instruction(instruction: Instruction, plan: Plan, config: EngineConfig
         if tactic is None:
             raise ValueError(f"instruction {name} has tactic {choice.tactic}, which op {op} does not have")
         _check_tactic(instruction, tactic, spec, plan, min(choice.max_tokens, plan.dims["T"]))
+
+
+def check_limits(instruction: Instruction, plan: Plan) -> None:
+    """Raise ``ValueError`` where some step has no tactic."""
+    limits = [choice.max_tokens for choice in instruction.tactics]
+    if limits and (limits != sorted(limits) or not plan.dims["T"] <= limits[-1] < 1 << 31):
+        raise ValueError(
+            f"the tactics of instruction {instruction.name} do not cover steps of {plan.dims['T']} tokens"
+        )
 
 
 def _check_operands(instruction: Instruction, rule: Rule, plan: Plan, config: EngineConfig) -> None:

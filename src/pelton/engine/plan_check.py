@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from pelton.dtypes import BLOCK_TYPES, ITEMSIZE, is_dense
 from pelton.engine.config import EngineConfig
-from pelton.engine.instruction_check import check_instruction
+from pelton.engine.instruction_check import check_instruction, check_limits
 from pelton.engine.kv_cache import sequence_blocks
 from pelton.engine.plan import Buffer, Dim, Operand, Plan
 from pelton.engine.shards import ALIGNMENT, TensorMeta
@@ -63,12 +63,14 @@ def check_plan(plan: Plan, config: EngineConfig, weights: Mapping[str, TensorMet
             raise ValueError(f"instruction {instruction.name} uses an operand that does not exist")
         if on_cpu:
             check_instruction(instruction, plan, config)
+        elif not instruction.tactics:
+            raise ValueError(f"instruction {instruction.name} has no tactic")
+        else:
+            check_limits(instruction, plan)
     if not 0 <= plan.logits < count:
         raise ValueError("the logits are no operand")
     logits = plan.operands[plan.logits]
     where = plan.buffers[logits.buffer]
-    if not on_cpu:
-        return
     if logits.shape != ("N", config.model.vocab_size) or (where.kind, where.dtype) != ("arena", "float32"):
         raise ValueError("the logits are not float32 of (N, vocabulary)")
 
@@ -92,10 +94,10 @@ def _check_buffer(
             raise ValueError(f"buffer {name} is smaller than its shape")
     elif buffer.kind == "input":
         wanted = "int32", _input_shape(name, config)
-        if config.build.target == "cpu" and (buffer.dtype, buffer.shape) != wanted:
+        if (buffer.dtype, buffer.shape) != wanted:
             raise ValueError(f"buffer {name} is no input of a step")
     elif buffer.kind in ("weight", "constant"):
-        _check_weight(buffer, weights, config.build.target == "cpu")
+        _check_weight(buffer, weights)
     else:
         _check_cache(buffer, config)
 
@@ -121,15 +123,13 @@ def _input_shape(name: str, config: EngineConfig) -> tuple[Dim, ...] | None:
     return grouped.get(kind)
 
 
-def _check_weight(buffer: Buffer, weights: Mapping[str, TensorMeta], on_cpu: bool) -> None:
+def _check_weight(buffer: Buffer, weights: Mapping[str, TensorMeta]) -> None:
     name = buffer.name
     if name not in weights:
         raise ValueError(f"weight {name} is in no shard")
     meta = weights[name]
     if (meta.quant, meta.layout, meta.shape) != (buffer.quant, buffer.layout, buffer.shape):
         raise ValueError(f"weight {name} is stored otherwise than the plan says")
-    if not on_cpu:
-        return
     dense = is_dense(buffer.quant)
     if buffer.layout not in LAYOUTS or not (dense or buffer.quant in BLOCK_TYPES):
         raise ValueError(f"weight {name} has the unknown layout {buffer.layout} or type {buffer.quant}")
@@ -147,8 +147,6 @@ def _check_cache(buffer: Buffer, config: EngineConfig) -> None:
     groups, build = config.model.kv_groups, config.build
     if not 0 <= buffer.group < len(groups) or buffer.layer not in groups[buffer.group].layers:
         raise ValueError(f"buffer {buffer.name} belongs to no KV group")
-    if build.target != "cpu":
-        return
     group = groups[buffer.group]
     shape = (f"P{buffer.group}", group.num_kv_heads, build.block_size, group.head_dim)
     if buffer.shape != shape or buffer.dtype != build.kv_dtype:
@@ -165,8 +163,6 @@ def _check_operand(operand: Operand, buffer: Buffer, dims: Mapping[str, int], on
         blocks = i == 0 and buffer.kind.endswith("_cache")
         if isinstance(dim, str) and (i or dim not in dims) and not blocks:
             raise ValueError(f"operand {name} has unknown dimension {dim}")
-    if not on_cpu and buffer.kind != "arena":
-        return
     packed = buffer.kind in ("weight", "constant") and buffer.dtype == "uint8"
     if packed or buffer.kind in ("input", "k_cache", "v_cache"):
         # Kernels know how these lie: they are handed over whole.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes as C
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
 from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice
@@ -102,6 +102,7 @@ class Launcher:
             Function((root / k.file).read_bytes(), k.name, size)
             for k, size in zip(code.kernels, shared, strict=True)
         ]
+        self._parameter_sizes = [f.parameter_sizes() for f in self._functions]
         self._cublas = CublasLt() if any(isinstance(w, Matmul) for w in works) else None
         self._bound: list[list[tuple[int, list[_Work], list[_Work]]]] = []
         """Of each instruction: (largest rows, work of any step, work of decode steps)."""
@@ -148,9 +149,9 @@ class Launcher:
 
     def _bind(self, instruction: Instruction, work: Launch) -> _Bound:
         kernel = self._code.kernels[work.kernel]
-        pointers = []
+        pointers, sizes = [], []
         for argument in work.arguments:
-            value: object
+            value: Any
             match argument.kind:
                 case "dim":
                     value = self._dims.setdefault(argument.dim, C.c_int32())
@@ -165,11 +166,19 @@ class Launcher:
                 case _:
                     value = C.c_uint64(self._pointer(instruction, argument))
             self._keep.append(value)
-            pointers.append(C.addressof(value))  # type: ignore[arg-type]
+            pointers.append(C.addressof(value))
+            sizes.append(C.sizeof(value))
         for _ in range(kernel.scratch):
             null = C.c_uint64(0)
             self._keep.append(null)
             pointers.append(C.addressof(null))
+            sizes.append(C.sizeof(null))
+        wanted = self._parameter_sizes[work.kernel]
+        if wanted is not None and sizes != wanted:  # the driver would read beyond what it was given
+            raise EngineError(
+                f"{instruction.name} gives the kernel {kernel.name} arguments of {sizes} bytes, and it takes "
+                f"{wanted}; rebuild the engine"
+            )
         return _Bound(self._functions[work.kernel], kernel.threads, kernel.shared, work, pointers)
 
     def run(

@@ -18,14 +18,14 @@ from pelton.dtypes import ITEMSIZE
 from pelton.engine.artifact import Engine
 from pelton.engine.batch import Float32, InputBatch, StepResult
 from pelton.engine.batch_sampling import Int32, SamplingInputs
-from pelton.engine.cuda.code import Code
+from pelton.engine.cuda.code_check import read_code
 from pelton.engine.cuda.inputs import DeviceInputs
 from pelton.engine.cuda.launcher import Launcher
 from pelton.engine.cuda.sampler import DeviceSampler, Slot
 from pelton.engine.cuda.weights import DeviceWeights
 from pelton.engine.plan import Instruction, Operand
 from pelton.engine.step_inputs import decodes, step_dims
-from pelton.errors import DeviceError, EngineError
+from pelton.errors import DeviceError
 from pelton.kernels.gpu.driver import Device, Event, Graph, Memory, PinnedMemory, Stream, capture
 from pelton.kernels.launch import COUNTER_BYTES
 
@@ -64,11 +64,7 @@ class CudaRunner:
     def __init__(self, engine: Engine, num_blocks: Sequence[int], device: Device) -> None:
         plan, root = engine.plan, engine.path
         self._plan, self._device = plan, device
-        code = engine.read_json("compiled/code.json", Code)
-        if code.sm // 10 != device.sm // 10 or code.sm > device.sm:
-            raise EngineError(
-                f"{root} was built for sm_{code.sm} GPUs and {device.name} is sm_{device.sm}; rebuild it here"
-            )
+        code = read_code(engine, device)
         device.make_current()
         self._stream = Stream()
         self._arena = Memory(plan.arena_bytes)

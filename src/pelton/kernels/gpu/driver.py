@@ -26,6 +26,8 @@ _FUNC_MAX_DYNAMIC_SHARED = 8
 _SHARED_DEFAULT = 48 * 1024
 _STREAM_NON_BLOCKING = 1
 _OUT_OF_MEMORY = 2
+#: No kernel of ours has as many.
+_MAX_PARAMETERS = 256
 #: CUresults after which a context is of no more use: memory errors, and faults of a kernel (illegal address,
 #: misaligned address, illegal instruction, assertion, time limit, ...).
 _FATAL = frozenset({214, 219, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
@@ -348,6 +350,20 @@ class Function:
         self.shared = shared
         if shared > _SHARED_DEFAULT:
             call("cuFuncSetAttribute", self.handle, _FUNC_MAX_DYNAMIC_SHARED, C.c_int(shared))
+
+    def parameter_sizes(self) -> list[int] | None:
+        """Bytes of each parameter; None where the driver (before CUDA 12.4) does not say."""
+        try:
+            ask = library().cuFuncGetParamInfo
+        except AttributeError:
+            return None
+        sizes: list[int] = []
+        offset, size = C.c_size_t(), C.c_size_t()
+        while not ask(self.handle, C.c_size_t(len(sizes)), C.byref(offset), C.byref(size)):
+            if len(sizes) == _MAX_PARAMETERS:
+                return None
+            sizes.append(size.value)
+        return sizes
 
     def close(self) -> None:
         if self._module:
