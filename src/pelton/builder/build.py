@@ -107,6 +107,7 @@ def build(
                 shards, changes = write_weights(
                     folder / "weights", compiled.weights, opened.read, clock.progress
                 )
+                changes += opened.read_notes()
             write_json(folder / "config.json", settled)
             write_json(folder / "plan.json", compiled.plan)
             write_compiled(compiled.plan, folder)

@@ -13,6 +13,8 @@ from pelton.builder.compile import Compiled
 from pelton.builder.measure import BUDGET
 from pelton.builder.report import BuildReport
 from pelton.builder.summary import build_report, engine_config, machine_report
+from pelton.ir.activation_quant import ActivationQuant
+from pelton.ir.kv_quant import KVQuant
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor, ValuesNotRead
 from pelton.models.checkpoint import Checkpoint
@@ -34,6 +36,13 @@ class HeadersOnly(Checkpoint):
         self.name, self.path = checkpoint.name, checkpoint.path
         self.config, self.generation_config = checkpoint.config, checkpoint.generation_config
         self.tensors = checkpoint.tensors
+        self.zero_biases = checkpoint.zero_biases
+
+    def activation_quant(self, name: str) -> ActivationQuant | None:
+        return self._checkpoint.activation_quant(name)
+
+    def kv_quant(self) -> KVQuant | None:
+        return self._checkpoint.kv_quant()
 
     def read(self, name: str) -> HostTensor:
         raise ValuesNotRead(name)

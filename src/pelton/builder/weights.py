@@ -71,20 +71,21 @@ class WeightSpec:
         )
 
 
-def stored_quant(quant: str, ndim: int, dtype: str, native: Collection[str]) -> str:
+def stored_quant(quant: str, ndim: int, dtype: str, native: Collection[str], *, exact: bool = False) -> str:
     """Type in which an engine stores a tensor that the checkpoint holds as ``quant``.
 
     ``native``: block types that the target's kernels read (``target.block_types``).
 
     Vectors (norms, biases) are float32: they are small and kernels read them as such. Dense
     matrices take the build's ``dtype``; blocks stay as they are where kernels know them, and else become
-    ``FALLBACK`` or, where kernels do not know that either, dense.
+    ``FALLBACK`` or, where kernels do not know that either, dense. ``exact``, of a build in float32 all
+    through: they are dense then too, since ``FALLBACK`` would round them.
     """
     if is_dense(quant):
         return dtype if ndim > 1 else "float32"
     if quant in native:
         return quant
-    return FALLBACK if FALLBACK in native else dtype
+    return FALLBACK if FALLBACK in native and not exact else dtype
 
 
 def is_rounded(quant: str, stored: str) -> bool:

@@ -217,6 +217,27 @@ def from_codes(
     return HostTensor(quant, (rows, cols), out)
 
 
+def from_parts(quant: str, q: UInt8, s: UInt8, d: Array | None) -> HostTensor:
+    """The nvfp4 or mxfp4 tensor of codes ``q`` (rows, cols), scale codes ``s`` (rows, groups), e4m3 or e8m0,
+    and nvfp4's float32 scales ``d`` (rows, 1)."""
+    rows, cols = q.shape
+    block = BLOCK_TYPES[quant]
+    body = np.empty((rows, cols // block.block_size), DTYPES[quant])
+    body["s"], body["qs"] = s, pack_bits(q.reshape(rows, -1, block.block_size), 4)
+    out = np.empty((rows, block.row_bytes(cols)), np.uint8)
+    if d is not None:
+        out[:, : block.header] = np.ascontiguousarray(d, "<f4").view(np.uint8)
+    out[:, block.header :] = body.view(np.uint8).reshape(rows, -1)
+    return HostTensor(quant, (rows, cols), out)
+
+
+def parts(tensor: HostTensor) -> tuple[UInt8, UInt8, Float32 | None]:
+    """Inverse of ``from_parts``."""
+    d, blocks = _parts(tensor.data.view(np.uint8), tensor.quant)
+    q = unpack_bits(np.ascontiguousarray(blocks["qs"]), 4).reshape(len(blocks), -1)
+    return q, np.ascontiguousarray(blocks["s"]), d
+
+
 def decode(raw: UInt8, quant: str) -> Float32:
     """(rows, bytes) -> (rows, cols) float32: in float32 arithmetic, each product rounded once."""
     q, d, z = codes(HostTensor(quant, (), raw))

@@ -19,8 +19,10 @@ import numpy.typing as npt
 
 from pelton.dtypes import is_dense
 from pelton.errors import CheckpointError
+from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import scales
 from pelton.ir.evaluate import infer_shape
+from pelton.ir.kv_quant import KVQuant
 from pelton.ir.recipe import Recipe, Source
 from pelton.ir.tensors import HostTensor, ValuesNotRead
 
@@ -53,6 +55,20 @@ class Checkpoint(ABC):
     generation_config: dict[str, Any]
     """As in ``generation_config.json``; empty when there is none."""
     tensors: Mapping[str, TensorInfo]
+    zero_biases: tuple[str, ...] = ()
+    """Tensors that a quantiser wrote whether the model has them or not; without them, they must be zero."""
+
+    def activation_quant(self, name: str) -> ActivationQuant | None:
+        """How the input of the linear layer with weight ``name`` is quantised; None: it is not."""
+        return None
+
+    def kv_quant(self) -> KVQuant | None:
+        """How KV caches are quantised; None: they are not."""
+        return None
+
+    def read_notes(self) -> list[str]:
+        """What reading tensors changed in them so far, and headers do not say: sentences for the report."""
+        return []
 
     @abstractmethod
     def read(self, name: str) -> HostTensor:
@@ -152,6 +168,13 @@ def check_tensors(
         notes.append(_tied_note(checkpoint, *tied_head))
         del present[tied_head[0]]
 
+    spare = [name for name in checkpoint.zero_biases if name in present and name not in expected]
+    absent = [name for name in spare if _is_zero(checkpoint, name)]
+    for name in absent:
+        del present[name]
+    if absent:
+        notes.append(f"left out {_some(absent)}: zeros, and the model has no biases there")
+
     problems = []
     missing = [name for name in expected if name not in present]
     if missing:
@@ -230,6 +253,13 @@ def _tied_note(checkpoint: Checkpoint, head: str, embedding: str) -> str:
         if a.quant == b.quant and a.shape == b.shape and _same_bytes(a.data, b.data):
             return f"{head} repeats the tied {embedding}: one copy is used"
     return f"{head} differs from {embedding}, to which the config ties it: the embedding is used"
+
+
+def _is_zero(checkpoint: Checkpoint, name: str) -> bool:
+    try:
+        return not checkpoint.read(name).data.any()
+    except ValuesNotRead:
+        return True
 
 
 def _same_bytes(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:

@@ -9,11 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.errors import CheckpointError
+from pelton.ir.activation_quant import ActivationQuant
+from pelton.ir.kv_quant import KVQuant
+from pelton.ir.recipe import Recipe, Source, Transpose
 from pelton.ir.tensors import HostTensor
 from pelton.models.checkpoint.base import Checkpoint, TensorInfo
 from pelton.models.checkpoint.hf_tokenizer import HFTokenizer
 from pelton.models.checkpoint.hub import folder_name
 from pelton.models.checkpoint.json_file import read_json
+from pelton.models.checkpoint.quantized import quantization_config, quantized_weights
+from pelton.models.checkpoint.quantized.kv import kv_quant
+from pelton.models.checkpoint.quantized.settings import Settings
+from pelton.models.checkpoint.quantized.stored import StoredTensors
+from pelton.models.checkpoint.quantized.weight import QuantizedWeight
 from pelton.models.checkpoint.safetensors_file import SafetensorsFile
 
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -41,11 +49,17 @@ class HFCheckpoint(Checkpoint):
                         f"tensor {stored} of {path} is in both {first} and {shard.path.name}"
                     )
                 self._stored[hf_name] = (shard, stored)
-        self.tensors = {hf_name: self._info(hf_name) for hf_name in self._stored}
+        self._read_quantization()
+        self.tensors = self._tensor_infos()
         self._tokenizer = HFTokenizer(path, self.config, self.generation_config)
 
     def read(self, name: str) -> HostTensor:
         info = self.tensors[name]
+        if name in self._quantized:
+            tensor, rounded = self._quantized[name].read()
+            if rounded:
+                self._rounded[name] = rounded
+            return tensor
         shard, stored = self._stored[name]
         if info.quant not in _NUMPY:
             raise CheckpointError(
@@ -56,6 +70,25 @@ class HFCheckpoint(Checkpoint):
         data: npt.NDArray[np.generic] = raw.view(_NUMPY[info.quant]).reshape(info.shape)
         # The index may place a tensor at an odd offset; kernels expect natural alignment.
         return HostTensor(info.quant, info.shape, np.require(data, requirements="A"))
+
+    def source(self, name: str) -> Recipe:
+        # Quantisers see a Conv1D layer as a linear one: (outputs, inputs).
+        if name in self._quantized and self._architecture == "GPT2LMHeadModel":
+            return Transpose(Source(name))
+        return Source(name)
+
+    def activation_quant(self, name: str) -> ActivationQuant | None:
+        return self._quantized[name].activation if name in self._quantized else None
+
+    def kv_quant(self) -> KVQuant | None:
+        return self._kv_quant
+
+    def read_notes(self) -> list[str]:
+        if not self._rounded:
+            return []
+        first, worst = next(iter(self._rounded)), max(self._rounded.values())
+        more = f" and {len(self._rounded) - 1} more" if len(self._rounded) > 1 else ""
+        return [f"{first}{more}: scales rounded to float16, relative error up to {worst:.1e}"]
 
     def write_tokenizer(self, directory: Path) -> None:
         self._tokenizer.write(directory)
@@ -71,11 +104,13 @@ class HFCheckpoint(Checkpoint):
 
     def _canonical(self, stored: str) -> str:
         """The first GPT-2 checkpoints were saved from the inner model, without ``transformer.``."""
-        if self.config["architectures"][0] == "GPT2LMHeadModel" and not stored.startswith(
-            ("transformer.", "lm_head.")
-        ):
+        if self._architecture == "GPT2LMHeadModel" and not stored.startswith(("transformer.", "lm_head.")):
             return f"transformer.{stored}"
         return stored
+
+    @property
+    def _architecture(self) -> str:
+        return str(self.config["architectures"][0])
 
     def _check_config(self) -> None:
         architectures = self.config.get("architectures")
@@ -83,13 +118,39 @@ class HFCheckpoint(Checkpoint):
             raise CheckpointError(
                 f"{self.path / 'config.json'} does not name its architecture (the field 'architectures')"
             )
-        quantization = self.config.get("quantization_config")
-        if quantization:
-            method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else "?"
-            raise CheckpointError(
-                f"{self.path} is quantised with {method}, which Pelton does not read yet; "
-                f"use the unquantised checkpoint or a GGUF file"
-            )
+
+    def _read_quantization(self) -> None:
+        """What the config says is quantised, out of several stored tensors each."""
+        self._quantized: dict[str, QuantizedWeight] = {}
+        self._kv_quant: KVQuant | None = None
+        self._kv_scales: list[str] = []
+        self._rounded: dict[str, float] = {}
+        found = quantization_config(self.path, self.config)
+        if found is None:
+            return
+        where, values = found
+        stored = StoredTensors(str(self.path), self._stored)
+        self._quantized = quantized_weights(where, values, stored)
+        self._kv_quant, self._kv_scales = kv_quant(Settings(where, values), stored)
+        biases = (f"{name.removesuffix('.weight')}.bias" for name in self._quantized)
+        self.zero_biases = tuple(name for name in biases if name in stored)
+
+    def _tensor_infos(self) -> dict[str, TensorInfo]:
+        """Of the Hugging Face model's tensors, in the order of the files; a quantised weight is where the
+        first of its parts is."""
+        weight_of = {part: weight for weight in self._quantized.values() for part in weight.parts}
+        infos: dict[str, TensorInfo] = {}
+        for name in self._stored:
+            weight = weight_of.get(name)
+            if weight is None:
+                if name not in self._kv_scales:
+                    infos.setdefault(name, self._info(name))
+            elif weight.name not in infos:
+                nbytes = sum(self._info(part).nbytes for part in weight.parts)
+                infos[weight.name] = TensorInfo(
+                    name=weight.name, shape=weight.shape, quant=weight.quant, nbytes=nbytes, note=weight.note
+                )
+        return infos
 
     def _open_shards(self) -> list[SafetensorsFile]:
         index = self.path / _INDEX

@@ -1,0 +1,114 @@
+"""GPTQ checkpoints as AutoGPTQ and GPTQModel write them (quant_method gptq).
+
+Of a linear layer with K inputs and N outputs, instead of its weight (N, K):
+
+- qweight (K bits / 32, N) int32: an output's codes down its column, lowest bits first;
+- scales (groups, N);
+- qzeros (groups, N bits / 32) int32: zero points along the outputs. ``gptq`` (v1) stores z - 1, subtracted
+  from whole words, so that a zero point of 0 borrows from its neighbour; ``gptq_v2`` stores z;
+- g_idx (K,) int32: the group of each input. With desc_act (act-order: columns quantised in order of falling
+  Hessian diagonal) groups are not neighbours.
+
+The value is ``scale (code - zero)``. Frantar et al. 2022 (GPTQ).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from pelton.models.checkpoint.quantized.settings import Settings
+from pelton.models.checkpoint.quantized.stored import FLOATS, Array, StoredTensors
+from pelton.models.checkpoint.quantized.weight import Integers, IntegerWeight, QuantizedWeight, unpack
+
+BITS = (2, 3, 4, 8)
+FORMATS = ("gptq", "gptq_v2")
+
+
+def gptq_weights(settings: Settings, stored: StoredTensors) -> Iterator[QuantizedWeight]:
+    """Every weight that is stored as a qweight. Raises ``CheckpointError``."""
+    version = settings.choice("checkpoint_format", "format", known=FORMATS, default="gptq")
+    settings.choice("pack_dtype", known=("int32",), default="int32")
+    if settings.flag("is_marlin_format", False):
+        raise settings.wrong("is_marlin_format", True, "supported (supported: " + ", ".join(FORMATS) + ")")
+    for name in stored:
+        if name.endswith(".qweight"):
+            module = name.removesuffix(".qweight")
+            own = Settings(settings.where, {**settings.values, **_overrides(settings, module)})
+            bits = own.integer("bits", among=BITS)
+            yield _weight(module, bits, own.integer("group_size", default=-1), version, own, stored)
+
+
+def _overrides(settings: Settings, module: str) -> Mapping[str, Any]:
+    """GPTQModel's ``dynamic``: settings of the modules that a pattern fits ("+:" or nothing before it)."""
+    for key, values in settings.table("dynamic").items():
+        if not key.startswith("-:") and settings.pattern("dynamic", key.removeprefix("+:")).match(module):
+            if not isinstance(values, dict):
+                raise settings.wrong("dynamic", values, "an object for each pattern")
+            return values
+    return {}
+
+
+def _weight(
+    module: str, bits: int, group_size: int, version: str, settings: Settings, stored: StoredTensors
+) -> QuantizedWeight:
+    words, rows = stored.need(f"{module}.qweight", ("int32",)).shape
+    cols = words * 32 // bits
+    if words * 32 % bits or rows * bits % 32:
+        raise stored.wrong(
+            f"has {module}.qweight of {words} x {rows}, which holds no whole number of {bits}-bit codes"
+        )
+    group = cols if group_size == -1 else group_size
+    if group < 1 or cols % group:
+        raise settings.wrong("group_size", group_size, f"-1 or a divisor of the {cols} columns of {module}")
+    groups = cols // group
+    stored.need(f"{module}.scales", FLOATS, (groups, rows))
+    stored.need(f"{module}.qzeros", ("int32",), (groups, rows * bits // 32))
+    parts = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
+    order = None
+    if f"{module}.g_idx" in stored:
+        parts.append(f"{module}.g_idx")
+        stored.need(parts[-1], ("int32",), (cols,))
+        if settings.flag("desc_act", False):
+            order = _order(module, group, cols, stored)
+
+    def start() -> Callable[[slice], Integers]:
+        words, z = stored.array(f"{module}.qweight"), zeros()
+        d = stored.floats(f"{module}.scales")
+        return lambda part: Integers(unpack(words[:, part].T, bits), d[:, part].T, z[:, part].T)
+
+    def zeros() -> Array:
+        words = stored.array(f"{module}.qzeros")
+        if version == "gptq_v2":
+            return unpack(words, bits)
+        if bits == 3:  # codes cross words: each is one less, for itself
+            return unpack(words, bits) + np.uint8(1) & np.uint8(7)
+        ones = np.uint32(sum(1 << i for i in range(0, 32, bits)))
+        return unpack(words.view(np.uint32) + ones, bits)
+
+    weight = IntegerWeight(shape=(rows, cols), bits=bits, group=group, start=start, order=order)
+    return QuantizedWeight(
+        name=f"{module}.weight",
+        parts=tuple(parts),
+        shape=(rows, cols),
+        quant=weight.quant,
+        read=weight.read,
+    )
+
+
+def _order(module: str, group: int, cols: int, stored: StoredTensors) -> Any:
+    """A reader of the columns' groups, None where they are neighbours.
+
+    It is small, and whether the weight can be used as it is depends on it: read at once.
+    """
+    index = stored.array(f"{module}.g_idx")
+    if index.min() < 0 or index.max() >= cols // group:
+        raise stored.wrong(
+            f"has {module}.g_idx with group {index.max() if index.min() >= 0 else index.min()}, and "
+            f"{cols // group} groups"
+        )
+    if np.array_equal(index, np.arange(cols) // group):
+        return None
+    return lambda: stored.array(f"{module}.g_idx")
