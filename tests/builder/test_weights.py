@@ -11,7 +11,7 @@ import pytest
 from pelton.builder import eager, weights
 from pelton.builder.build import build
 from pelton.builder.target import block_types
-from pelton.builder.weights import WeightSpec, pack_weight, stored_quant
+from pelton.builder.weights import WeightSpec, exact_types, pack_weight, stored_quant
 from pelton.dtypes import NATIVE_BLOCK_TYPES
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
@@ -123,3 +123,12 @@ def test_an_engine_of_pieces_is_checked_against_a_reference_of_pieces(
 def test_what_a_target_stores(quant: str, target: str, stored: str) -> None:
     assert stored_quant(quant, 2, "bfloat16", block_types(target)) == stored
     assert stored_quant("float16", 1, "bfloat16", block_types(target)) == "float32"
+
+
+def test_a_build_in_float32_all_through_rounds_no_block_type() -> None:
+    native = block_types("cpu")
+    assert stored_quant("nvfp4", 2, "float32", native, exact=True) == "float32"
+    assert stored_quant("q4_0", 2, "float32", native, exact=True) == "q4_0"
+    assert exact_types(BuildConfig(dtype="float32", activations="float32"))
+    assert not exact_types(BuildConfig(dtype="bfloat16", activations="float32"))
+    assert not exact_types(BuildConfig(dtype="float32", activations="int8"))

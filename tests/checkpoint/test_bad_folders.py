@@ -47,8 +47,8 @@ FOLDER_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         "does not name its architecture",
     ),
     "quantised": (
-        lambda d: edit(d / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
-        "is quantised with gptq, which Pelton does not read yet; use the unquantised checkpoint or a GGUF ",
+        lambda d: edit(d / "config.json", quantization_config={"quant_method": "hqq", "bits": 4}),
+        "is quantised with hqq, which Pelton does not read (it reads gptq, awq, ",
     ),
     "generation config not JSON": (
         lambda d: (d / "generation_config.json").write_text("{"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from pelton.builder.sources import readable, resolve_sources
 from pelton.builder.tactics import supporting
 from pelton.builder.target import block_types, device_of
 from pelton.builder.trace import trace
-from pelton.builder.weights import WeightSpec, is_rounded, stored_quant
+from pelton.builder.weights import WeightSpec, exact_types, is_rounded, stored_quant
 from pelton.engine.config import BuildConfig
 from pelton.engine.plan import Plan
 from pelton.ir.condition import SameValues
@@ -121,10 +121,13 @@ def compile_model(
     def quant_of(recipe: Recipe) -> str:
         return infer_quant(resolve_sources(recipe, checkpoint.source), infos)
 
+    def stored(quant: str, dimensions: int) -> str:
+        return stored_quant(quant, dimensions, dtype, native, exact=exact_types(config))
+
     context = PassContext(
         quant_of=quant_of,
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
-        stored_quant=lambda recipe, dimensions: stored_quant(quant_of(recipe), dimensions, dtype, native),
+        stored_quant=lambda recipe, dimensions: stored(quant_of(recipe), dimensions),
         activations=config.activations,
         has_tactic=lambda spec: (
             not keeps_apart(config.plugins, spec.op)
@@ -147,7 +150,7 @@ def compile_model(
         outcomes += run_graph_passes(PASSES, graph, context, explain)
         program = extract(graph)
         sources = _sources(graph, program, checkpoint.source)
-        quants = {root: _quant(root, source, infos, config.dtype, native) for root, source in sources.items()}
+        quants = {root: _quant(root, source, infos, stored) for root, source in sources.items()}
     with clock("tactics"):
         selector.tactics, dropped = usable(
             program, quants, selector.tactics, config.activations, config.cpu_level, config.plugins
@@ -197,11 +200,11 @@ def _sources(graph: Graph, program: Program, source: Callable[[str], Recipe]) ->
 
 
 def _quant(
-    root: Root, source: Source, infos: Mapping[str, TensorLike], dtype: str, native: Collection[str]
+    root: Root, source: Source, infos: Mapping[str, TensorLike], stored: Callable[[str, int], str]
 ) -> str:
     if not isinstance(source, Recipe):
         return "float32"
-    return stored_quant(infer_quant(source, infos), len(root.shape), dtype, native)
+    return stored(infer_quant(source, infos), len(root.shape))
 
 
 def _specs(plan: Plan, sources: Mapping[Root, Source]) -> list[WeightSpec]:

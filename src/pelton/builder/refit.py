@@ -10,8 +10,9 @@ from __future__ import annotations
 import fnmatch
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from pelton.builder.directory import check_output, check_space, engine_directory
 from pelton.builder.engine_files import file_entries, write_compact, write_json
 from pelton.builder.sources import readable, resolve_sources
 from pelton.builder.target import block_types
-from pelton.builder.weights import Packed, WeightSpec, stored_quant, write_weights
+from pelton.builder.weights import Packed, WeightSpec, exact_types, stored_quant, write_weights
 from pelton.engine.artifact import Engine, file_sha256, open_engine
 from pelton.engine.plan import Buffer
 from pelton.engine.resources import human_bytes
@@ -192,7 +193,8 @@ def _specs(engine: Engine, checkpoint: Checkpoint, chosen: Mapping[str, Recipe])
         if buffer.name in recipes:
             source = recipes[buffer.name]
             native = block_types(engine.manifest.target)
-            _check_quant(checkpoint, buffer, source, infos, dtype, native)
+            stored = partial(stored_quant, dtype=dtype, native=native, exact=exact_types(engine.config.build))
+            _check_quant(checkpoint, buffer, source, infos, stored)
         else:
             source = Packed(engine.weights[buffer.name])
         specs.append(
@@ -233,12 +235,11 @@ def _check_quant(
     buffer: Buffer,
     recipe: Recipe,
     infos: Mapping[str, TensorInfo],
-    dtype: str,
-    native: Collection[str],
+    stored_as: Callable[[str, int], str],
 ) -> None:
     """Raise ``CheckpointError`` unless what ``recipe`` gives is stored as ``buffer`` says."""
     try:
-        stored = stored_quant(infer_quant(recipe, infos), len(buffer.shape), dtype, native)
+        stored = stored_as(infer_quant(recipe, infos), len(buffer.shape))
     except (AssertionError, CheckpointError):
         stored = "mixed"  # types that the recipe cannot put together, although the first ones could be
     if stored != buffer.quant:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from pelton.builder.clock import Progress
 from pelton.dtypes import is_dense
+from pelton.engine.config import BuildConfig
 from pelton.engine.shards import ShardWriter, TensorMeta
 from pelton.errors import BuildError, ConfigError
 from pelton.ir.blocks import dequantize
@@ -86,6 +87,11 @@ def stored_quant(quant: str, ndim: int, dtype: str, native: Collection[str], *, 
     if quant in native:
         return quant
     return FALLBACK if FALLBACK in native and not exact else dtype
+
+
+def exact_types(config: BuildConfig) -> bool:
+    """Whether a build is in float32 all through: weights and activations."""
+    return config.dtype == config.activations == "float32"
 
 
 def is_rounded(quant: str, stored: str) -> bool:

@@ -129,6 +129,8 @@ class HFCheckpoint(Checkpoint):
         if found is None:
             return
         where, values = found
+        # What the tensors are to the rest of Pelton needs no such config.
+        self.config.pop("quantization_config", None)
         stored = StoredTensors(str(self.path), self._stored)
         self._quantized = quantized_weights(where, values, stored)
         self._kv_quant, self._kv_scales = kv_quant(Settings(where, values), stored)

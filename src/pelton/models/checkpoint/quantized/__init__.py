@@ -61,11 +61,10 @@ def quantized_weights(
     Raises ``CheckpointError`` for a method that is not supported, and for tensors that do not fit it.
     """
     settings = Settings(where, values)
-    method = settings.get("quant_method")
-    method = method.lower() if isinstance(method, str) else None
+    method = str(settings.get("quant_method") or "?").lower()
     if method not in METHODS:
         raise CheckpointError(
-            f"{stored.where} is quantised with {method or '?'}, which Pelton does not read (it reads "
+            f"{stored.where} is quantised with {method}, which Pelton does not read (it reads "
             f"{', '.join(m for m in METHODS if m != 'modelopt_fp4')} and GGUF files); use the unquantised "
             "checkpoint"
         )

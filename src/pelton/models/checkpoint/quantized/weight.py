@@ -94,8 +94,9 @@ class IntegerWeight:
                 out[part] = from_codes(quant, piece.q ^ np.uint8(128), piece.d).data
                 continue
             d = self._rounded(piece.d)
-            error += float(np.square(d - piece.d, dtype=np.float64).sum())
-            total += float(np.square(piece.d, dtype=np.float64).sum())
+            finite = np.where(np.isfinite(piece.d), piece.d, 0)  # broken ones are counted elsewhere
+            error += float(np.square(np.where(finite == piece.d, d, 0) - finite, dtype=np.float64).sum())
+            total += float(np.square(finite, dtype=np.float64).sum())
             repeat = math.ceil(self.group / group_of(quant))
             z = None if piece.z is None else np.repeat(piece.z.astype(np.uint8), repeat, axis=1)
             out[part] = from_codes(quant, piece.q, np.repeat(d, repeat, axis=1), z).data

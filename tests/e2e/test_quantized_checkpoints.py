@@ -1,0 +1,111 @@
+"""Engines of checkpoints that others quantised, against ``transformers`` with the dequantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pelton
+from tests.checkpoint import packers
+from tests.checkpoint.packers import Packed, quantized_checkpoint
+from tests.checkpoint.test_quantized_formats import (
+    FP8_INPUTS,
+    INT8_INPUTS,
+    Pack,
+    bnb,
+    ct_integers,
+    fp8,
+    group_config,
+)
+from tests.e2e.test_architectures import EXACT, SMALL, check_against
+
+
+def nvfp4(weight: torch.Tensor, name: str) -> Packed:
+    codes, scale, tensor, values = packers.fp4(weight)
+    names = {"weight": codes, "weight_scale": scale, "weight_scale_2": torch.tensor(tensor)}
+    return Packed(names, values)
+
+
+def act_order(weight: torch.Tensor, name: str) -> Packed:
+    """q, k and v share an order, as do gate and up: they have the same inputs."""
+    order = packers.act_order(weight.shape[1], 32, seed=len(name.split("_proj")[0].rsplit(".", 1)[0]))
+    return packers.gptq(weight, group=32, sym=False, order=order)
+
+
+#: A config and a packer for each format; of the act-order one a model whose stacked projections differ.
+CASES: dict[str, tuple[dict[str, Any], Pack]] = {
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False},
+        lambda w, name: packers.gptq(w, group=32, sym=False),
+    ),
+    "gptq of 3 bits": (
+        {"quant_method": "gptq", "bits": 3, "group_size": 128, "sym": True, "desc_act": False},
+        lambda w, name: packers.gptq(w, bits=3),
+    ),
+    "gptq in act-order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
+        act_order,
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
+        lambda w, name: packers.awq(w, group=64),
+    ),
+    "pack-quantized": (
+        group_config(
+            "pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=64
+        ),
+        ct_integers(4, 64, sym=True),
+    ),
+    "int-quantized": (
+        group_config(
+            "int-quantized",
+            activations=INT8_INPUTS,
+            num_bits=8,
+            type="int",
+            symmetric=True,
+            strategy="channel",
+        ),
+        ct_integers(8, -1, sym=True, packed=False),
+    ),
+    "float-quantized": (
+        group_config(
+            "float-quantized",
+            activations=FP8_INPUTS,
+            num_bits=8,
+            type="float",
+            symmetric=True,
+            strategy="tensor",
+        ),
+        fp8("scalar"),
+    ),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8("block", "weight_scale_inv")),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, bnb("nf4", 64, nested=True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_computes_with_the_dequantised_weights(case: str, tmp_path: Path) -> None:
+    config, pack = CASES[case]
+    model = quantized_checkpoint(tmp_path / "m", config, pack)
+    model.set_attn_implementation("eager")
+    engine = tmp_path / "x.engine"
+    pelton.build(tmp_path / "m", pelton.BuildConfig(**EXACT, **SMALL), output=engine)
+    check_against(model, engine, 1e-4)
+
+
+def test_projections_that_are_stacked_with_others_that_are_not_quantised(tmp_path: Path) -> None:
+    def pack(weight: torch.Tensor, name: str) -> Packed:
+        if name.endswith(("k_proj", "up_proj")):
+            return Packed({"weight": weight}, weight)
+        return packers.awq(weight, group=64)
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": 64, "modules_to_not_convert": ["k_proj"]}
+    model = quantized_checkpoint(tmp_path / "m", config, pack, arch="qwen2", tie_word_embeddings=False)
+    model.set_attn_implementation("eager")
+    engine = tmp_path / "x.engine"
+    pelton.build(tmp_path / "m", pelton.BuildConfig(**EXACT, **SMALL), output=engine)
+    check_against(model, engine, 1e-4)
