@@ -13,6 +13,8 @@ from pelton.errors import BuildError, MissingDependencyError
 
 KERNELS = Path(__file__).parents[1]
 """Where sources are; ``gpu`` in it has what they include."""
+#: Lambdas are functions of the host where nothing else is said (up to CUDA 13.0).
+FLAGS = ("--std=c++17", "--device-as-default-execution-space")
 
 
 @functools.cache
@@ -54,7 +56,7 @@ def compile_file(file: str, architecture: str, constants: Iterable[tuple[str, in
         raise BuildError(f"NVRTC does not take {file}")
     try:
         macros = [f"--define-macro={name}={value}" for name, value in constants]
-        options = [f"--gpu-architecture={architecture}", "--std=c++17", f"-I{KERNELS / 'gpu'}", *macros]
+        options = [f"--gpu-architecture={architecture}", *FLAGS, f"-I{KERNELS / 'gpu'}", *macros]
         array = (C.c_char_p * len(options))(*(option.encode() for option in options))
         if lib.nvrtcCompileProgram(program, len(options), array):
             log = _text(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program).decode(errors="replace")
