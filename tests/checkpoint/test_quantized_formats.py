@@ -132,7 +132,7 @@ def test_pack_quantized(bits: int, sym: bool, group: int, tmp_path: Path) -> Non
     config = group_config("pack-quantized", num_bits=bits, type="int", symmetric=sym, **strategy)
     model = quantized_checkpoint(tmp_path / "m", config, ct_integers(bits, group, sym=sym))
     checkpoint = open_checkpoint(tmp_path / "m")
-    row = bits == 8 and sym and group in (-1, 128)  # q_proj has 128 columns
+    row = bits == 8 and sym and group == -1
     expected = "int8_row" if row else f"int{bits}_g{128 if group == -1 else group}"
     assert checkpoint.tensors[Q_PROJ].quant == expected
     assert checkpoint.activation_quant(Q_PROJ) is None

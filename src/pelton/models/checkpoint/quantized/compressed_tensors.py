@@ -206,8 +206,9 @@ def _integers(
 
         return read_rows
 
+    signed = symmetric and strategy != "group"
     weight = IntegerWeight(
-        shape=(rows, cols), bits=bits, group=group, start=start, signed=symmetric, order=order
+        shape=(rows, cols), bits=bits, group=group, start=start, signed=signed, order=order
     )
     return QuantizedWeight(
         name=f"{module}.weight",
