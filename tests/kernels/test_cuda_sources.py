@@ -9,7 +9,7 @@ from pelton.builder.selection import CudaSelector
 from pelton.engine.config import BuildConfig
 from pelton.errors import BuildError
 from pelton.kernels.gpu import nvrtc
-from pelton.kernels.launch import CallSpec, LaunchSpec, OperandSpec
+from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, on_behalf
 from pelton.kernels.paged_attention.hopper import attention
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="NVRTC (nvidia-cuda-nvrtc) is not here")
@@ -56,6 +56,16 @@ def test_an_error_of_the_compiler_names_the_file_and_the_line() -> None:
     launch = attention(attention_call(32, 8, 96, 16, "bfloat16"), 64)
     with pytest.raises(BuildError, match=r"hopper_attention\.cu.*sm_90a.*error"):
         compile_kernel(launch.kernel, 90)
+
+
+def test_a_map_of_an_operand_follows_it_to_the_results_of_a_larger_call() -> None:
+    launch = attention(attention_call(32, 8, 128, 16, "bfloat16"), 4096)
+    inputs = [Argument("output"), *(Argument("input", index=4 + i) for i in range(5))]
+    (work,) = on_behalf((launch,), inputs, [Argument("output")])
+    q, k_cache, _, table, *_ = work.arguments
+    assert (q.kind, q.of, q.index) == ("tensor_map", "output", 0)
+    assert (k_cache.kind, k_cache.of, k_cache.index) == ("tensor_map", "input", 4)
+    assert (table.kind, table.index) == ("input", 6)
 
 
 def test_only_targets_of_its_architecture_are_offered_a_tactic_of_one() -> None:

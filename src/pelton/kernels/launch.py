@@ -52,7 +52,7 @@ class Argument(msgspec.Struct, frozen=True, omit_defaults=True):
     - ``input``, ``output``: address of the call's operand ``index``;
     - ``workspace``: address ``offset`` bytes into the shared scratch;
     - ``dim``: a step's size, int32; ``int`` (int32), ``float`` (float32): ``value``;
-    - ``tensor_map``: 128 bytes that describe input ``index`` as ``map``.
+    - ``tensor_map``: 128 bytes that describe operand ``index`` of the side ``of`` as ``map``.
     """
 
     kind: Literal["input", "output", "workspace", "dim", "int", "float", "tensor_map"]
@@ -61,6 +61,7 @@ class Argument(msgspec.Struct, frozen=True, omit_defaults=True):
     dim: str = ""
     value: float = 0.0
     map: TensorMap | None = None
+    of: Literal["input", "output"] = "input"
 
 
 @dataclass(frozen=True)
@@ -337,8 +338,9 @@ def on_behalf(
         if argument.kind == "input":
             return inputs[argument.index]
         if argument.kind == "tensor_map":
-            assert inputs[argument.index].kind == "input", "tensor maps are of inputs"
-            return msgspec.structs.replace(argument, index=inputs[argument.index].index)
+            operand = (inputs if argument.of == "input" else outputs)[argument.index]
+            assert operand.kind in ("input", "output"), "tensor maps are of operands"
+            return msgspec.structs.replace(argument, index=operand.index, of=operand.kind)
         return outputs[argument.index] if argument.kind == "output" else argument
 
     found = []

@@ -140,9 +140,10 @@ class _Check:
                 self._tensor_map(argument.map, operand)
 
     def _operand(self, argument: Argument) -> Operand:
-        indices = self._instruction.outputs if argument.kind == "output" else self._instruction.inputs
+        side = argument.of if argument.kind == "tensor_map" else argument.kind
+        indices = self._instruction.outputs if side == "output" else self._instruction.inputs
         if not 0 <= argument.index < len(indices) or indices[argument.index] < 0:
-            raise self._refuse(f"there is no {argument.kind} {argument.index}")
+            raise self._refuse(f"there is no {side} {argument.index}")
         return self._plan.operands[indices[argument.index]]
 
     def _tensor_map(self, wanted: TensorMap, operand: Operand) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
 from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice
 from pelton.errors import EngineError
@@ -161,8 +163,8 @@ class Launcher:
                     value = C.c_float(argument.value)
                 case "tensor_map":
                     assert argument.map is not None
-                    operand = self._plan.operands[instruction.inputs[argument.index]]
-                    value = tensor_map(self._address_of(operand), argument.map)
+                    operand = msgspec.structs.replace(argument, kind=argument.of)
+                    value = tensor_map(self._pointer(instruction, operand), argument.map)
                 case _:
                     value = C.c_uint64(self._pointer(instruction, argument))
             self._keep.append(value)
