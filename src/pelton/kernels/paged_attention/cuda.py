@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pelton.dtypes import ITEMSIZE
 from pelton.kernels.launch import Builder, CallSpec, Term, Work, power_of_two, rows
 from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
 
@@ -77,9 +78,23 @@ def _parts(tokens: int, heads: int, splits: int) -> dict[str, int]:
     return {"partial": 2 * n, "partial_max": 0, "partial_sum": n}
 
 
-def prefill_tiles(dim: int) -> Tiles:
-    """By the size of a head; measured on an H200 (``benchmarks/h200_kernels.py``)."""
+def prefill_tiles(dim: int, itemsize: int = 2) -> Tiles:
+    """By the size of a head; measured on an H200 (``benchmarks/h200_kernels.py``).
+
+    Tiles of elements of 4 bytes are small enough for the shared memory of every GPU.
+    """
+    if itemsize == 4:
+        return _wide_tiles(dim)
     return Tiles(128, 128, 1, 3, 8) if dim <= 128 else Tiles(64, 32, 1, 2, 4)
+
+
+def _wide_tiles(dim: int) -> Tiles:
+    return Tiles(64, 32, 1, 2, 4) if dim <= 128 else Tiles(32, 16, 1, 2, 4)
+
+
+def _itemsize(call: CallSpec) -> int:
+    """Bytes of the larger of a query's and a key's elements."""
+    return max(ITEMSIZE[call.input(0).dtype], ITEMSIZE[call.input(1).dtype])
 
 
 def decode_tiles(dim: int, splits: int) -> Tiles:
@@ -88,7 +103,7 @@ def decode_tiles(dim: int, splits: int) -> Tiles:
 
 
 def _prefill(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-    return attention(call, prefill_tiles(int(call.input(0).shape[2])), max_tokens)
+    return attention(call, prefill_tiles(int(call.input(0).shape[2]), _itemsize(call)), max_tokens)
 
 
 def decode_launches(splits: int) -> Callable[[CallSpec, int], tuple[Work, ...]]:
@@ -111,8 +126,9 @@ def _part_bytes(largest: int, splits: int) -> Callable[[NodeSpec, int], int]:
 
 def _invariant(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
     # One shape of tile for every step: a query's sum runs over its keys in one order.
-    keys = 64 if int(call.input(0).shape[2]) <= 128 else 32
-    return attention(call, Tiles(64, keys, 1, 2, 4), max_tokens, invariant=True)
+    dim = int(call.input(0).shape[2])
+    tiles = _wide_tiles(dim) if _itemsize(call) == 4 else Tiles(64, 64 if dim <= 128 else 32, 1, 2, 4)
+    return attention(call, tiles, max_tokens, invariant=True)
 
 
 TACTICS = [
