@@ -1,6 +1,6 @@
 """Pelton on one NVIDIA GPU at the shape of Llama-3.1-8B, beside the hardware's floor and vLLM's figures.
 
-    python benchmarks/h200.py [--engine DIR] [--only b,c,f] [--profile] [--json FILE]
+    python benchmarks/h200.py [--engine DIR] [--only b,c,f] [--profile [FILE]] [--json FILE]
 
 The engine is built here from random weights (nothing is downloaded) and driven in this process, without a
 tokenizer or HTTP. Floors are bytes that must move over 4.3 TB/s, or operations over 790 TFLOP/s, measured on
@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gpu_profile import profiles
 from gpu_steps import Driver
 
 import pelton
 from pelton.builder.facts import expected_tensors
-from pelton.engine.batch import InputBatch
 from pelton.ir.tensors import HostTensor, f32_to_bf16
 from pelton.models.checkpoint import Checkpoint, TensorInfo
 from pelton.models.registry import create_model
@@ -71,6 +70,8 @@ THROUGHPUT = {
     ("d", 512, 512, 256): (13600, 10016, 12300),
     ("e", 1024, 128, 128): (23500, 14568, 20000),
 }
+#: Tests whose time is taken apart by --profile.
+PROFILED = [("b", 1), ("c", 2048), ("c", 8192), *(("f", n) for n in (1, 8, 32, 64, 128, 256))]
 NAMES = {
     "b": "decode, batch {}, 128 in 256 out, per token",
     "c": "first token, {} in",
@@ -168,18 +169,6 @@ def first_token_seconds(engine: Path) -> float:
     return time.perf_counter() - start
 
 
-def profile(driver: Driver, batch: InputBatch) -> list[tuple[str, float, int]]:
-    """(op, GPU milliseconds of a step without graphs, calls), most first."""
-    runner: Any = driver.session._runner
-    times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for instruction, ms in runner.profile(batch):
-        name = instruction.op if instruction.op != "linear" else "linear " + instruction.name.split(".")[-2]
-        times[name] += ms
-        calls[name] += 1
-    return [(name, ms, calls[name]) for name, ms in times.most_common()]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -187,7 +176,14 @@ def main() -> None:
     parser.add_argument("--engine", type=Path, default=Path(".cache/llama-8b-shape.engine"))
     parser.add_argument("--only", default="a,b,c,d,e,f")
     parser.add_argument("--deterministic", action="store_true", help="an engine of that kind")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        nargs="?",
+        const=Path("benchmarks/results/h200-profile.json"),
+        metavar="FILE",
+        help="the slowest spans of each test, printed and kept there",
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not args.engine.exists():
@@ -223,12 +219,9 @@ def main() -> None:
                 rate = throughput(session, requests, prompt, answer)
                 name = f"{requests} requests, {prompt} in {answer} out, tok/s"
                 print(f"{name:<44}{floor:>8}{peer:>8}{goal:>8}{rate:>9.0f}{rate / peer:>7.2f}", flush=True)
-        if args.profile:
-            for new, totals in ((1, [1025]), (1, [1025] * 64), (2048, [2048])):
-                print(f"-- {len(totals)} sequences, {new} new tokens each")
-                batch = driver.batch(new, totals, -(-max(totals) // 16) + 1)
-                for name, ms, n in profile(driver, batch)[:14]:
-                    print(f"  {name:<28}{ms:>9.3f} ms {n:>5} calls {1e3 * ms / n:>9.1f} us each")
+        if args.profile is not None:
+            spans = profiles(driver, PROFILED, found)
+            args.profile.write_text(json.dumps(spans, indent=1) + "\n")
     if args.json:
         rows = [{"test": t, "size": s, "ms": round(ms, 3)} for (t, s), ms in found.items()]
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
