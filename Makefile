@@ -12,13 +12,14 @@ SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 GEMMA3 := $(MODELS)/gemma-3-270m-Q4_K_M.gguf
 ENGINE := .cache/smollm2.engine
 
-.PHONY: help quickstart test test-all test-gpu test-gpu-sanitizers test-sanitizers lint format bench-cpu native clean
+.PHONY: help quickstart test test-all test-gpu test-gpu-all test-gpu-sanitizers test-sanitizers lint format bench-cpu native clean
 
 help:
 	@echo "make quickstart   install, fetch a small real model, build it, ask it a question"
 	@echo "make test         the test suite (about ten minutes on two cores)"
 	@echo "make test-all     the heavy sweeps too"
 	@echo "make test-gpu     tests that need an NVIDIA GPU (minutes; PyTorch, Triton and pytest of python3)"
+	@echo "make test-gpu-all  with a real model too (PELTON_SMOLLM2_GGUF=FILE)"
 	@echo "make test-gpu-sanitizers  every GPU kernel under compute-sanitizer's memcheck and racecheck"
 	@echo "make test-sanitizers  the native library under AddressSanitizer and ThreadSanitizer"
 	@echo "make lint         ruff, mypy, import-linter"
@@ -62,7 +63,10 @@ test-all: $(VENV)/.installed-dev $(SMOLLM2) $(GEMMA3) lint
 	$(TEST_ENV) $(PY) -m pytest -m "not gpu"
 
 test-gpu:
-	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu --tb=short --durations=10 -rfEs tests/gpu
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m "gpu and not slow" --tb=short --durations=10 -rfEs tests/gpu
+
+test-gpu-all:
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu -s --tb=short --durations=10 -rfEs tests/gpu
 
 test-gpu-sanitizers:
 	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) tools/gpu_sanitizers.py

@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 def sources(sm: int) -> dict[Source, conformance_cuda.Case]:
     """The kernels of tactics for ``sm``, each with a case that launches it.
 
-    All of those whose tiles go through shared memory in a pipeline; of the others one for each tactic and type.
+    All of those whose tiles go through shared memory in a pipeline; of the others one for each tactic and
+    type.
     """
     found: dict[Source, conformance_cuda.Case] = {}
     seen = set()

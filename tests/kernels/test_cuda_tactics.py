@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.kernels.interpreter import skip_where_the_interpreter_fails
 
 pytest.importorskip("triton")
 
@@ -124,6 +125,8 @@ for sm in (80, 90):
 
 
 def run(program: str, tmp_path: Path, **environment: str) -> str:
+    if environment.get("TRITON_INTERPRET") == "1":
+        skip_where_the_interpreter_fails()
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore", **environment}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False

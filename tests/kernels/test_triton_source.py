@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.kernels.interpreter import skip_where_the_interpreter_fails
 from tests.page_package import install, python
 
 pytest.importorskip("triton")
@@ -109,6 +110,7 @@ def run(program: str, folder: Path, **environment: str) -> str:
 
 
 def test_the_interpreter_holds_a_tactic_to_the_reference(tmp_path: Path) -> None:
+    skip_where_the_interpreter_fails()
     out = run(INTERPRET, tmp_path, TRITON_INTERPRET="1")
     errors = [float(line.split()[1]) for line in out.splitlines() if line.startswith("error")]
     assert len(errors) == 3
