@@ -48,7 +48,8 @@ class RandomCheckpoint(Checkpoint):
         self.config = dict(config)
         self.generation_config = {"temperature": 0.5, "top_k": 20, "eos_token_id": [9]}
         self._seed = seed
-        model = create_model(self.config, max_seq_len=self.config["max_position_embeddings"])
+        limit = self.config.get("max_position_embeddings") or self.config["n_positions"]
+        model = create_model(self.config, max_seq_len=limit)
         quant_of = quant if callable(quant) else lambda _: quant
         self.tensors = {
             tensor: TensorInfo(

@@ -214,7 +214,7 @@ def test_few_tokens_are_damped_until_they_can_be_used() -> None:
 def test_awq_takes_the_exponent_with_the_smallest_output_error() -> None:
     """Recomputed from the products themselves."""
     x, ws = inputs(64), [weights(24, 64), weights(16, 64, seed=7)]
-    s, alpha = awq.search_scales(ws, seen(x), lambda w: nearest_values(w, "int3_g32"))
+    s, alpha = awq.search_scales(ws, seen(x), [lambda w: nearest_values(w, "int3_g32")] * 2)
     errors = {}
     for a in (i / 20 for i in range(20)):
         f = np.abs(x).mean(axis=0).astype(np.float64) ** a
@@ -231,7 +231,7 @@ def test_awq_takes_the_exponent_with_the_smallest_output_error() -> None:
 def test_a_given_exponent_is_used_and_unused_channels_stay_finite() -> None:
     x = inputs(32)
     x[:, 5] = 0
-    s, alpha = awq.search_scales([weights(8, 32)], seen(x), lambda w: w, alpha=0.5)
+    s, alpha = awq.search_scales([weights(8, 32)], seen(x), [lambda w: w], alpha=0.5)
     assert alpha == 0.5 and np.isfinite(s).all() and s[5] == s.min() > 0
     assert s.max() * s.min() == pytest.approx(1, rel=1e-5)
 
@@ -276,7 +276,7 @@ def test_the_strength_is_searched_on_the_quantised_product() -> None:
     x, w = inputs(64, tokens=64), weights(24, 64)
     a8 = ActivationQuant("int8")
     statistics = seen(x)
-    s, alpha = smoothquant.search_scales([w], statistics, lambda v: nearest_values(v, "int8_row"), a8)
+    s, alpha = smoothquant.search_scales([w], statistics, [lambda v: nearest_values(v, "int8_row")], a8)
     sample, exact = statistics.sample, statistics.sample @ w.T
 
     def error(f: np.ndarray) -> float:

@@ -16,9 +16,10 @@ from pelton.builder.directory import check_output, check_space, engine_directory
 from pelton.builder.dry_run import HeadersOnly, dry_report
 from pelton.builder.eager import EagerReference, Reference
 from pelton.builder.engine_files import total_size, write_compact, write_json, write_manifest
+from pelton.builder.evaluation import blocks_of
 from pelton.builder.extensions import write_compiled
 from pelton.builder.facts import model_recipes
-from pelton.builder.gate import QualityGate, evaluate_text, evaluation_blocks
+from pelton.builder.gate import QualityGate, evaluate_text
 from pelton.builder.imported_reference import ImportedReference
 from pelton.builder.launches import plan_launches
 from pelton.builder.peak import PeakMemory
@@ -190,7 +191,7 @@ def _check(
     if gate is None:
         return quality
     del reference
-    blocks = evaluation_blocks(config)
+    blocks = blocks_of(config)
     with Session(folder, kv_blocks=blocks, runner=runner, trust=True) as session:
         found = evaluate_text(gate, folder / "tokenizer", session, checkpoint)
     return msgspec.structs.replace(quality, evaluation=found)

@@ -5,8 +5,9 @@ So an engine can be checked against its model without ever holding the model, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,10 +19,13 @@ from pelton.builder.weights import convert
 from pelton.engine.batch import InputBatch
 from pelton.engine.config import EngineConfig
 from pelton.errors import BuildError
+from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor
+from pelton.nn.module import replace_parameter
+from pelton.quant.activations import rounded_activations
 
 #: Weights multiplied at a time.
 _PIECE = 1 << 21
@@ -38,7 +42,8 @@ class Reference(Protocol):
 class EagerReference:
     """Runs a model made on the meta device, in float32, on checkpoint weights.
 
-    KV caches have ``num_blocks`` blocks of the engine's type.
+    KV caches have ``num_blocks`` blocks of the engine's type. ``hold``: keep the dequantised weights, for
+    many steps. ``activations``: how inputs of linear layers are rounded, by the name of the weight.
     """
 
     def __init__(
@@ -48,9 +53,18 @@ class EagerReference:
         read: Callable[[str], HostTensor],
         config: EngineConfig,
         num_blocks: int,
+        *,
+        hold: bool = False,
+        activations: Mapping[str, ActivationQuant] = MappingProxyType({}),
     ) -> None:
         self._model = model
-        StreamedWeights(model, recipes, read)
+        if hold:
+            _load(model, recipes, read)
+        else:
+            StreamedWeights(model, recipes, read)
+        for name, quant in activations.items():
+            module = model.get_submodule(name.removesuffix(".weight"))
+            module.register_forward_pre_hook(partial(round_input, quant))
         self.k_caches: list[Any] = []
         self.v_caches: list[Any] = []
         build = config.build
@@ -81,21 +95,38 @@ class EagerReference:
         return result
 
 
+def round_input(quant: ActivationQuant, _: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A hook before a module that quantises its input."""
+    return (torch.from_numpy(rounded_activations(arguments[0].numpy(), quant)),)
+
+
+def _load(model: nn.CausalLM, recipes: Mapping[str, Recipe], read: Callable[[str], HostTensor]) -> None:
+    for name, parameter in list(model.named_parameters()):
+        values = torch.from_numpy(dequantize(evaluate(recipes[name], read)))
+        replace_parameter(model, parameter, torch.nn.Parameter(values, requires_grad=False))
+
+
 class StreamedWeights:
     """Lets a module that was made on the meta device run in float32 without ever holding its weights.
 
     Projections are computed some rows at a time, of a table the rows of the tokens are read, and other
-    modules' own weights are loaded when they run and freed after it.
+    modules' own weights are loaded when they run and freed after it. Modules in ``skip`` are left alone.
     """
 
     def __init__(
-        self, model: torch.nn.Module, recipes: Mapping[str, Recipe], read: Callable[[str], HostTensor]
+        self,
+        model: torch.nn.Module,
+        recipes: Mapping[str, Recipe],
+        read: Callable[[str], HostTensor],
+        skip: Container[torch.nn.Module] = (),
     ) -> None:
         self._recipes = recipes
         self._read = read
         tensors = (*model.named_parameters(), *model.named_buffers())
         self._names = {id(tensor): name for name, tensor in tensors if tensor.is_meta}
         for module in model.modules():
+            if module in skip:
+                continue
             if type(module).forward in (nn.Linear.forward, torch.nn.Linear.forward):
                 module.forward = partial(self._linear, module)
             elif type(module).forward in (nn.Embedding.forward, torch.nn.Embedding.forward):

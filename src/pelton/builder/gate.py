@@ -1,37 +1,27 @@
 """The accuracy gate: an engine's predictions on text beside the unquantised model's.
 
 The reference is the checkpoint's own model: dequantised weights, float32 throughout, a float32 KV cache.
-Both read the same text in windows, each a sequence of its own, and predict every next token.
+``evaluation.py`` says how text is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pelton.builder.check import divergence, next_token_loss
-from pelton.builder.eager import EagerReference
-from pelton.builder.facts import model_recipes
+from pelton.builder.evaluation import compare_on_text, exact_model, windows
 from pelton.builder.report import Evaluation
-from pelton.engine.batch import InputBatch
-from pelton.engine.config import EngineConfig
-from pelton.engine.pieces import Piece, make_batch
+from pelton.builder.text import BUILT_IN, built_in, encode, read_text
 from pelton.engine.session import Session
 from pelton.errors import BuildError, ConfigError
 from pelton.models.checkpoint import Checkpoint
-from pelton.models.registry import create_model
 
-#: Longest sequence read, tokens: enough context for text, and its logits stay small.
-WINDOW = 256
 #: Tokens read unless said otherwise.
 TOKENS = 1024
-BUILT_IN = "pydoc_data.topics"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +33,7 @@ class QualityGate:
     max_ppl_increase: float | None = None
     """Largest increase of perplexity over the unquantised model's, as a fraction: 0.02 is 2 %."""
     text: str | None = None
-    """What to read; None: the documentation topics of Python's standard library."""
+    """What to read; None: the second half of the documentation topics of Python's standard library."""
     name: str = BUILT_IN
     """The text's name in the report."""
     tokens: int = TOKENS
@@ -59,39 +49,18 @@ class QualityGate:
             raise ConfigError(f"eval_tokens must be at least 2, not {self.tokens}")
 
 
-def evaluation_blocks(config: EngineConfig) -> int:
-    """KV blocks that ``evaluate_text`` needs in its session."""
-    size = config.build.block_size
-    assert size
-    return -(-_window(config) // size)
-
-
 def evaluate_text(gate: QualityGate, tokenizer: Path, session: Session, checkpoint: Checkpoint) -> Evaluation:
     """Read the gate's text with both. Raises ``BuildError`` beyond the gate, ``ConfigError`` for a text
     that is too short."""
     config = session.config
     tokens = _tokens(gate, tokenizer, config.model.vocab_size)
-    batches = _windows(tokens, config)
-    exact = msgspec.structs.replace(config, build=msgspec.structs.replace(config.build, kv_dtype="float32"))
-    assert config.build.max_seq_len
-    model = create_model(checkpoint.config, max_seq_len=config.build.max_seq_len)
-    recipes = model_recipes(model, checkpoint.source)
-    reference = EagerReference(model, recipes, checkpoint.read, exact, evaluation_blocks(config))
-    kl, same, losses, exact_losses = [], [], [], []
-    for batch in batches:
-        ours, theirs = session.run(batch).logits_NV, reference.run(batch)
-        kl.append(divergence(theirs, ours))
-        same.append(theirs.argmax(-1) == ours.argmax(-1))
-        losses.append(next_token_loss(ours, batch.input_ids_T))
-        exact_losses.append(next_token_loss(theirs, batch.input_ids_T))
-    found = Evaluation(
-        text=gate.name,
-        tokens=tokens.size,
-        kl_mean=float(np.concatenate(kl).mean()),
-        kl_max=float(np.concatenate(kl).max()),
-        top1_agreement=float(np.concatenate(same).mean()),
-        perplexity=_perplexity(losses),
-        perplexity_unquantised=_perplexity(exact_losses),
+    batches = windows(tokens, config)
+    reference = exact_model(checkpoint, config)
+    found = compare_on_text(
+        batches,
+        lambda batch: session.run(batch).logits_NV,
+        reference.run,
+        name=gate.name,
         gate=_required(gate),
     )
     hold(gate, found)
@@ -99,51 +68,12 @@ def evaluate_text(gate: QualityGate, tokenizer: Path, session: Session, checkpoi
 
 
 def _tokens(gate: QualityGate, tokenizer: Path, vocab_size: int) -> npt.NDArray[np.int32]:
-    from tokenizers import Tokenizer
-
-    text = _built_in(8 * gate.tokens) if gate.text is None else gate.text
-    try:
-        encode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode
-    except Exception as error:  # whatever the library raises
-        raise ConfigError(
-            f"the model's tokenizer cannot be used, so its quality on text cannot be measured ({error})"
-        ) from error
+    text = built_in(1) if gate.text is None else gate.text
     # A token is rarely more than some letters: no need to encode a whole book.
-    ids = np.array(encode(text[: 16 * gate.tokens], add_special_tokens=False).ids[: gate.tokens], np.int32)
-    if ids.size < 2 or ids.max() >= vocab_size:
+    ids = encode(text[: 16 * gate.tokens], tokenizer, vocab_size, name=gate.name)[: gate.tokens]
+    if ids.size < 2:
         raise ConfigError(f"{gate.name} has {ids.size} tokens of this model; give a text with more")
     return ids
-
-
-def _built_in(characters: int) -> str:
-    """Prose on Python's syntax: the same in every installation of one version of Python."""
-    from pydoc_data import topics
-
-    found: Mapping[str, str] = topics.topics
-    parts: list[str] = []
-    for name in sorted(found):
-        parts.append(found[name])
-        characters -= len(found[name])
-        if characters < 0:
-            break
-    return "\n".join(parts)
-
-
-def _window(config: EngineConfig) -> int:
-    build = config.build
-    assert build.max_num_tokens and build.max_seq_len
-    return min(WINDOW, build.max_num_tokens, build.max_seq_len)
-
-
-def _windows(tokens: npt.NDArray[np.int32], config: EngineConfig) -> list[InputBatch]:
-    """Steps of one sequence each."""
-    size, table = _window(config), np.arange(evaluation_blocks(config), dtype=np.int32)
-    pieces = [tokens[i : i + size] for i in range(0, tokens.size, size)]
-    return [make_batch([Piece(tokens=p, start=0, blocks=table)], config) for p in pieces if p.size > 1]
-
-
-def _perplexity(losses: list[npt.NDArray[np.float64]]) -> float:
-    return float(np.exp(np.concatenate(losses).mean()))
 
 
 def _required(gate: QualityGate) -> str:
@@ -182,11 +112,7 @@ def read_gate(
         return None
     given: dict[str, Any] = {}
     if eval_text is not None:
-        try:
-            given = {"text": eval_text.read_text("utf-8"), "name": eval_text.name}
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ConfigError(f"eval_text {eval_text} cannot be read as text: {why}") from error
+        given = {"text": read_text(eval_text, "eval_text"), "name": eval_text.name}
     gate = QualityGate(
         max_kl=max_kl,
         max_ppl_increase=max_ppl_increase,

@@ -18,6 +18,9 @@ from pelton.ir.group_encoder import codes_of, fit, into_groups, pack, values_of
 from pelton.ir.tensors import HostTensor
 from pelton.quant.statistics import InputStatistics, output_error
 
+#: Of a weight, the values that it is stored as.
+Rounder = Callable[[Float32], Float32]
+
 #: Exponents that are tried, 0 (no scaling) among them.
 GRID = 20
 #: Shares of a group's range that are tried, from all of it.
@@ -29,19 +32,24 @@ _CHUNK = 1 << 20
 def search_scales(
     weights: Sequence[Float32],
     statistics: InputStatistics,
-    rounded: Callable[[Float32], Float32],
+    rounded: Sequence[Rounder],
     alpha: float | None = None,
+    agreeing: Rounder = lambda s: s,
 ) -> tuple[Float32, float]:
     """The factors s (K,) of the channels of an input that ``weights`` (rows, K) share, and the exponent.
 
-    ``rounded`` gives the values that a weight is stored as. s is normalised to a geometric mean of its
-    extremes of 1. ``alpha``: this exponent instead of a search.
+    ``rounded`` gives the values that each weight is stored as. s is normalised to a geometric mean of its
+    extremes of 1. ``alpha``: this exponent instead of a search. ``agreeing``: the nearest factors that can be
+    folded.
     """
     grid = [i / GRID for i in range(GRID)] if alpha is None else [alpha]
     best, found, exponent = float("inf"), np.ones(len(statistics.gram), np.float32), 0.0
     for a in grid:
-        s = channel_scales(statistics.abs_mean, a)
-        error = sum(output_error(rounded(w * s) / s - w, statistics.gram) for w in weights)
+        s = agreeing(channel_scales(statistics.abs_mean, a))
+        error = sum(
+            output_error(values(w * s) / s - w, statistics.gram)
+            for w, values in zip(weights, rounded, strict=True)
+        )
         if error < best:
             best, found, exponent = error, s, a
     return found, exponent

@@ -7,16 +7,17 @@ by s_j = max|x_j|^a / max|w_j|^(1 - a), and multiplying the weights' column by i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.group_blocks import Float32
 from pelton.quant.activations import rounded_activations, static_scale
+from pelton.quant.awq import Rounder
 from pelton.quant.statistics import InputStatistics
 
-#: Migration strengths that are tried; None in front: no scaling.
+#: Strengths that are tried, besides no scaling.
 ALPHAS = tuple(i / 20 for i in range(2, 20))
 
 
@@ -33,12 +34,13 @@ def smooth_scales(abs_max: Float32, weights: Sequence[Float32], alpha: float) ->
 def search_scales(
     weights: Sequence[Float32],
     statistics: InputStatistics,
-    rounded: Callable[[Float32], Float32],
+    rounded: Sequence[Rounder],
     activations: ActivationQuant,
     alpha: float | None = None,
+    agreeing: Rounder = lambda s: s,
 ) -> tuple[Float32, float | None]:
     """The factors and the strength with the smallest error of the quantised products' outputs over the
-    statistics' sample, all ``weights`` together; (ones, None) where no scaling is best."""
+    statistics' sample, all ``weights`` together; (ones, None) where no scaling is best. Arguments: AWQ's."""
     x = statistics.sample
     exact = [x @ w.T for w in weights]
 
@@ -46,16 +48,16 @@ def search_scales(
         quant = settled(activations, statistics.abs_max / s)
         smooth = rounded_activations(x / s, quant)
         return sum(
-            float(np.square(smooth @ rounded(w * s).T - y, dtype=np.float64).sum())
-            for w, y in zip(weights, exact, strict=True)
+            float(np.square(smooth @ values(w * s).T - y, dtype=np.float64).sum())
+            for w, values, y in zip(weights, rounded, exact, strict=True)
         )
 
     none = np.ones(len(statistics.gram), np.float32)
     if alpha is not None:
-        return smooth_scales(statistics.abs_max, weights, alpha), alpha
+        return agreeing(smooth_scales(statistics.abs_max, weights, alpha)), alpha
     tried: list[tuple[float, Float32, float | None]] = [(error(none), none, None)]
     for a in ALPHAS:
-        s = smooth_scales(statistics.abs_max, weights, a)
+        s = agreeing(smooth_scales(statistics.abs_max, weights, a))
         tried.append((error(s), s, a))
     _, s, found = min(tried, key=lambda row: row[0])
     return s, found

@@ -1,0 +1,134 @@
+"""What a quantisation has finished, a file a layer, so that one that was killed goes on where it was.
+
+``OUTPUT.partial/`` holds ``state.json`` (what is being made: another recipe or checkpoint is refused) and
+``layer-<n>.npz``, each written whole and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pelton.builder.quantize_report import LayerReport
+from pelton.errors import ConfigError
+from pelton.ir.activation_quant import ActivationQuant
+from pelton.ir.tensors import HostTensor
+
+_META = "meta"
+
+
+class _Tensor(msgspec.Struct):
+    quant: str
+    shape: tuple[int, ...]
+
+
+class _Meta(msgspec.Struct):
+    tensors: dict[str, _Tensor]
+    activations: dict[str, ActivationQuant]
+    report: LayerReport
+
+
+class _State(msgspec.Struct):
+    digest: str
+    what: str
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a decoder layer (or, as the last one, of what is outside of them)."""
+
+    tensors: dict[str, HostTensor]
+    """By Hugging Face name: quantised weights (out, in), and dense tensors that scaling changed."""
+    activations: dict[str, ActivationQuant]
+    """By weight tensor."""
+    report: LayerReport
+
+
+class QuantizeState:
+    """The folder of finished layers. Raises ``ConfigError`` where it belongs to something else."""
+
+    def __init__(self, folder: Path, digest: str, what: str) -> None:
+        self.folder = folder
+        self._metas: dict[int, _Meta] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "state.json"
+        if path.exists():
+            state = msgspec.json.decode(path.read_bytes(), type=_State)
+            if state.digest != digest:
+                raise ConfigError(
+                    f"{folder} holds an unfinished quantisation of another kind ({state.what}), not {what}; "
+                    "delete it, or choose another output"
+                )
+            return
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder} is in the way and no unfinished quantisation; remove it")
+        _write(path, msgspec.json.encode(_State(digest, what)))
+
+    def has(self, index: int) -> bool:
+        """Whether a layer is finished."""
+        return self._path(index).exists()
+
+    def save(self, index: int, layer: Layer) -> None:
+        """Keep a finished layer: whole or not at all."""
+        meta = _Meta(
+            {name: _Tensor(t.quant, t.shape) for name, t in layer.tensors.items()},
+            layer.activations,
+            layer.report,
+        )
+        encoded = np.frombuffer(msgspec.json.encode(meta), np.uint8)
+        path = self._path(index)
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            arrays = {name: np.ascontiguousarray(t.data) for name, t in layer.tensors.items()}
+            np.savez(file, **{_META: encoded}, **arrays)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    def load(self, index: int) -> Layer:
+        """A finished layer."""
+        meta = self._meta(index)
+        tensors = {name: self._read(index, name, t) for name, t in meta.tensors.items()}
+        return Layer(tensors=tensors, activations=meta.activations, report=meta.report)
+
+    def describe(self, indices: Iterable[int]) -> dict[str, tuple[int, str, tuple[int, ...]]]:
+        """Tensor name -> its layer, type and shape."""
+        return {
+            name: (index, t.quant, t.shape)
+            for index in indices
+            for name, t in self._meta(index).tensors.items()
+        }
+
+    def activations(self, indices: Iterable[int]) -> Mapping[str, ActivationQuant]:
+        """Of all weight tensors."""
+        return {name: a for index in indices for name, a in self._meta(index).activations.items()}
+
+    def report(self, index: int) -> LayerReport:
+        """Of a finished layer."""
+        return self._meta(index).report
+
+    def read(self, index: int, name: str) -> HostTensor:
+        """One tensor of a finished layer."""
+        return self._read(index, name, self._meta(index).tensors[name])
+
+    def _read(self, index: int, name: str, tensor: _Tensor) -> HostTensor:
+        with np.load(self._path(index), allow_pickle=False) as arrays:
+            return HostTensor(tensor.quant, tensor.shape, arrays[name])
+
+    def _meta(self, index: int) -> _Meta:
+        if index not in self._metas:
+            with np.load(self._path(index), allow_pickle=False) as arrays:
+                self._metas[index] = msgspec.json.decode(arrays[_META].tobytes(), type=_Meta)
+        return self._metas[index]
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"layer-{index:04}.npz"
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)

@@ -1,0 +1,238 @@
+"""A checkpoint with some of its tensors quantised: what a build, an evaluation or a writer reads."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pelton import nn
+from pelton.builder.calibration import decoder_layers
+from pelton.errors import CheckpointError, ConfigError
+from pelton.ir.activation_quant import ActivationQuant
+from pelton.ir.blocks import dequantize
+from pelton.ir.evaluate import evaluate
+from pelton.ir.kv_quant import KVQuant
+from pelton.ir.recipe import AddScalar, Recipe, Source, Transpose, transpose
+from pelton.ir.tensors import HostTensor
+from pelton.models.checkpoint import Checkpoint, TensorInfo, assert_finite
+from pelton.models.registry import create_model
+from pelton.quant.config import NONE, QuantConfig, smaller_group
+from pelton.quant.nf4 import nf4_double
+from pelton.quant.qserve import progressive_tensor
+from pelton.quant.rounding import nearest_values, round_nearest
+from pelton.quant.statistics import Float32
+
+
+@dataclass(frozen=True)
+class Place:
+    """The Hugging Face tensor behind a parameter of a model."""
+
+    tensor: str
+    transposed: bool = False
+    offset: float = 0.0
+    """What the parameter is more than the tensor."""
+
+    @property
+    def module(self) -> str:
+        """What patterns of a ``QuantConfig`` are held against."""
+        return self.tensor.removesuffix(".weight")
+
+    def dense(self, parameter: Float32) -> HostTensor:
+        """The tensor that makes the parameter's values, in float32."""
+        values = parameter.T if self.transposed else parameter
+        values = np.ascontiguousarray(values - np.float32(self.offset) if self.offset else values)
+        return HostTensor("float32", values.shape, values)
+
+    def parameter(self, tensor: HostTensor) -> Float32:
+        """The parameter's values; blocks are (out, in) already."""
+        values = dequantize(tensor)
+        if self.transposed and tensor.dense:
+            values = np.ascontiguousarray(values.T)
+        return values + np.float32(self.offset) if self.offset else values
+
+
+def places(model: nn.CausalLM) -> dict[str, Place]:
+    """Of every parameter by its name. Raises ``CheckpointError`` where it is made of several tensors."""
+    found = {}
+    for name, recipe in nn.collect_recipes(model).items():
+        transposed, offset, base = False, 0.0, recipe
+        while isinstance(base, Transpose | AddScalar):
+            transposed ^= isinstance(base, Transpose)
+            offset += base.value if isinstance(base, AddScalar) else 0.0
+            base = base.base
+        if not isinstance(base, Source):
+            raise CheckpointError(
+                f"{name} of {type(model).__name__} is made of several tensors, so it cannot be quantised"
+            )
+        found[name] = Place(base.name, transposed, offset)
+    return found
+
+
+def draft(checkpoint: Checkpoint, max_seq_len: int = 2) -> nn.CausalLM:
+    """The checkpoint's model on the meta device. Raises ``CheckpointError`` where it has no file here."""
+    return create_model(checkpoint.config, max_seq_len=max_seq_len, impl="pelton")
+
+
+class QuantizedCheckpoint(Checkpoint):
+    """``base`` with the tensors ``changed``, read by ``read``; blocks are stored (out, in).
+
+    ``activations``: of the linear layer of a tensor. ``transposed``: tensors that Hugging Face has (in, out).
+    """
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        config: QuantConfig,
+        changed: Mapping[str, TensorInfo],
+        read: Callable[[str], HostTensor],
+        *,
+        transposed: Iterable[str] = (),
+        activations: Mapping[str, ActivationQuant] | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.base, self.quant_config, self.changed = base, config, changed
+        self.name, self.path = base.name, base.path
+        self.config, self.generation_config = base.config, base.generation_config
+        self.tensors = {**base.tensors, **changed}
+        self.notes = notes
+        self._read = read
+        self._transposed = frozenset(transposed)
+        self._activations = dict(activations or {})
+
+    def read(self, name: str) -> HostTensor:
+        return self._read(name) if name in self.changed else self.base.read(name)
+
+    def source(self, name: str) -> Recipe:
+        if name not in self.changed:
+            return self.base.source(name)
+        return Transpose(Source(name)) if name in self._transposed else Source(name)
+
+    def activation_quant(self, name: str) -> ActivationQuant | None:
+        return self._activations[name] if name in self._activations else self.base.activation_quant(name)
+
+    def kv_quant(self) -> KVQuant | None:
+        return self.base.kv_quant()
+
+    def write_tokenizer(self, directory: Path) -> None:
+        self.base.write_tokenizer(directory)
+
+    def files(self) -> Iterable[Path]:
+        return self.base.files()
+
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(self.base.fingerprint().encode(), digest_size=16)
+        digest.update(msgspec.json.encode(self.quant_config, order="sorted"))
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight that is to be quantised."""
+
+    place: Place
+    quant: str
+    shape: tuple[int, int]
+    """(out, in)."""
+
+
+def targets(model: nn.CausalLM, config: QuantConfig) -> tuple[dict[str, Target], tuple[str, ...]]:
+    """By parameter name, what ``config`` quantises in a model; and sentences on groups that do not fit."""
+    where = places(model)
+    prefix = decoder_layers(model)[0] + "."
+    first_names = {id(value): name for name, value in model.named_parameters()}
+    found: dict[str, Target] = {}
+    notes: dict[str, list[str]] = {}
+    modules = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        # A tied head is the embedding's tensor, and goes by both names.
+        parameter = first_names[id(module.weight)]
+        place = where[parameter]
+        own = place.module if parameter == f"{name}.weight" else name
+        modules.append(own)
+        wanted = config.type_of(own, outside=not name.startswith(prefix))
+        if wanted == NONE or parameter in found:
+            continue
+        rows, columns = module.weight.shape
+        quant = smaller_group(wanted, columns)
+        if quant != wanted:
+            became = "left as they are" if quant == NONE else quant
+            notes.setdefault(f"{wanted} does not divide {columns} columns: {became}", []).append(own)
+        if quant != NONE:
+            found[parameter] = Target(place, quant, (rows, columns))
+    sentences = tuple(
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {why}"
+        for why, names in notes.items()
+    )
+    for pattern in (*config.modules, *config.ignore, *config.overrides):
+        if not fnmatch.filter(modules, pattern):
+            raise ConfigError(
+                f"the pattern {pattern!r} fits no module of {type(model).__name__}; they are named like "
+                f"{modules[len(modules) // 2]}"
+            )
+    if not found:
+        raise ConfigError(
+            f"the recipe quantises no module of {type(model).__name__}: "
+            f"{'; '.join(sentences) or 'its patterns leave none'}"
+        )
+    return found, sentences
+
+
+def plain_weight(weight: Float32, quant: str, config: QuantConfig) -> HostTensor:
+    """``weight`` rounded to nearest as ``config`` says, without any statistics."""
+    if config.double_quantization and quant == "nf4_g64":
+        return nf4_double(weight)
+    if config.progressive and quant.startswith("int4_g"):
+        return progressive_tensor(weight, quant)
+    per_tensor = config.per_tensor and quant.endswith("_row")
+    return round_nearest(weight, quant, symmetric=config.symmetric, per_tensor=per_tensor)
+
+
+def plain_values(weight: Float32, quant: str, config: QuantConfig) -> Float32:
+    """The values that ``plain_weight`` stores."""
+    if (config.double_quantization and quant == "nf4_g64") or (
+        config.progressive and quant.startswith("int4_g")
+    ):
+        return dequantize(plain_weight(weight, quant, config))
+    per_tensor = config.per_tensor and quant.endswith("_row")
+    return nearest_values(weight, quant, symmetric=config.symmetric, per_tensor=per_tensor)
+
+
+def float_weight(checkpoint: Checkpoint, place: Place) -> Float32:
+    """A weight's values (out, in), dequantised. Raises ``CheckpointError`` for values that are not finite."""
+    recipe = checkpoint.source(place.tensor)
+    tensor = evaluate(transpose(recipe) if place.transposed else recipe, checkpoint.read)
+    assert_finite(tensor, place.tensor)
+    return dequantize(tensor)
+
+
+def round_in_stream(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoint:
+    """``base`` as a recipe without calibration makes it: each weight is rounded when it is read."""
+    config.check()
+    assert not config.calibrated
+    found, notes = targets(draft(base), config)
+    by_tensor = {target.place.tensor: target for target in found.values()}
+
+    def read(name: str) -> HostTensor:
+        target = by_tensor[name]
+        return plain_weight(float_weight(base, target.place), target.quant, config)
+
+    return QuantizedCheckpoint(
+        base,
+        config,
+        {
+            name: TensorInfo(name=name, shape=t.shape, quant=t.quant, nbytes=0)
+            for name, t in by_tensor.items()
+        },
+        read,
+        transposed=[name for name, t in by_tensor.items() if t.place.transposed],
+        activations=dict.fromkeys(by_tensor, config.activations) if config.activations else None,
+        notes=notes,
+    )
