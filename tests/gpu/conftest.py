@@ -5,6 +5,7 @@ They run in one process (``make test-gpu``): kernels are compiled by several, an
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pelton.errors import PeltonError
 from pelton.ir.op import all_ops
 from pelton.kernels import conformance_cuda
 from pelton.kernels.gpu.driver import Device, call
+from tests.builder.paper_gpu import WithTokenizer
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 
 DTYPES = ("bfloat16", "float32", "float16")
@@ -63,9 +65,10 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceRunner]:
 
 @pytest.fixture(scope="session", params=DTYPES)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A tiny engine and its type of weights."""
+    """A tiny engine, which can be served where ``tokenizers`` is there, and its type of weights."""
     path = tmp_path_factory.mktemp("engines") / "tiny.engine"
-    checkpoint = RandomCheckpoint(CONFIG, quant=request.param)
+    spoken = importlib.util.find_spec("tokenizers") is not None
+    checkpoint = (WithTokenizer if spoken else RandomCheckpoint)(CONFIG, quant=request.param)
     report = build(checkpoint, BuildConfig(target="cuda", max_batch_size=40), output=path)
     assert report.quality is not None
     assert report.quality.runner == "cuda"

@@ -12,17 +12,13 @@ from typing import Any
 
 import pytest
 
-from pelton.builder.build import build
 from pelton.engine import session as session_module
 from pelton.engine.artifact import open_engine
-from pelton.engine.config import BuildConfig
 from pelton.engine.cuda.placement import gpu_free
 from pelton.engine.session import Session
 from pelton.errors import ConfigError
 from pelton.kernels.gpu.driver import Device, Memory
-from tests.builder.paper_gpu import WithTokenizer
 from tests.gpu.breaking import BREAK, SESSION
-from tests.gpu.conftest import CONFIG
 
 pytestmark = pytest.mark.gpu
 
@@ -78,15 +74,14 @@ def ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_a_gpu_that_fails_ends_what_runs_and_makes_the_server_not_ready(tmp_path: Path) -> None:
-    for module in ("uvicorn", "fastapi", "zmq", "prometheus_client"):
+def test_a_gpu_that_fails_ends_what_runs_and_makes_the_server_not_ready(engine: tuple[Path, str]) -> None:
+    if engine[1] != "bfloat16":
+        pytest.skip("once is enough")
+    for module in ("uvicorn", "fastapi", "zmq", "prometheus_client", "tokenizers"):
         pytest.importorskip(module, reason=f"servers need {module}")
     from tests.serving.running_server import RunningServer
 
-    path = tmp_path / "served.engine"
-    checkpoint = WithTokenizer(CONFIG, quant="bfloat16")
-    build(checkpoint, BuildConfig(target="cuda", max_batch_size=8), output=path, check=False)
-    with RunningServer(path, session=SESSION) as server:
+    with RunningServer(engine[0], session=SESSION) as server:
         completions = server.url + "/v1/completions"
         assert ask(completions, {"prompt": [5, 6, 7], "max_tokens": 4})[0] == 200
         assert ask(server.url + "/ready")[0] == 200

@@ -7,24 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from pelton.builder.build import build
-from pelton.engine.config import BuildConfig
 from pelton.serving.cli.main import run_command
-from tests.builder.paper_gpu import WithTokenizer
-from tests.gpu.conftest import CONFIG
 
 pytestmark = pytest.mark.gpu
 CAPTURE = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def spoken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def spoken(engine: tuple[Path, str]) -> Path:
     """An engine with a tokenizer."""
     pytest.importorskip("tokenizers", reason="prompts need a tokenizer")
-    path = tmp_path_factory.mktemp("tools") / "spoken.engine"
-    checkpoint = WithTokenizer(CONFIG, quant=request.param)
-    build(checkpoint, BuildConfig(target="cuda", max_batch_size=8, max_num_tokens=256), output=path)
-    return path
+    return engine[0]
 
 
 def test_a_profile_has_every_instruction_s_time_and_share(spoken: Path, capsys: CAPTURE) -> None:
