@@ -82,3 +82,9 @@ def test_debug_shows_tensors_and_compares_them_caches_too(
     assert "First to depart: model.embed_tokens.embedding" in compared.out
     assert "k_cache.1" in compared.out
     assert "0 of each step without a counterpart" in compared.out
+
+
+def test_doctor_measures_the_gpu(pelton: Run, gpu: NullLibrary) -> None:
+    said = pelton("doctor").out
+    assert "null, sm_90, " in said
+    assert "gpu rates       4295 GB/s, " in said

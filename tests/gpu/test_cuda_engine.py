@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,3 +132,48 @@ def test_a_deterministic_engine_answers_alike_in_any_company(deterministic_engin
         more = stepper.step({s: [5] for s in everyone})
     for s in everyone:
         np.testing.assert_array_equal(np.concatenate([rest[s], more[s]]), alone[s])
+
+
+def answers_with_logprobs(executor: Executor, prompts: dict[str, list[int]], sampled: bool) -> dict[str, Any]:
+    """Tokens of each prompt and, unless ``sampled``, their log-probabilities, bit for bit."""
+    for name, ids in prompts.items():
+        params = SamplingParams(
+            temperature=0.9 if sampled else 0.0,
+            seed=11,
+            max_tokens=30,
+            ignore_eos=True,
+            logprobs=None if sampled else 0,
+        )
+        for request in resolve_requests(ids, params, executor.session.config, None, name, 0):
+            executor.add(request)
+    got: dict[str, Any] = {name: ([], []) for name in prompts}
+    while executor.has_work:
+        for update in executor.step():
+            assert update.finish_reason != "error", update.error
+            got[update.request_id][0].extend(update.new_token_ids)
+            got[update.request_id][1].extend(update.logprobs or ())
+    return got
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["log-probabilities", "sampled"])
+def test_a_deterministic_engine_answers_alike_alone_cached_and_preempted(
+    deterministic_engine: Path, sampled: bool
+) -> None:
+    rng = np.random.default_rng(4)
+    everyone = {str(i): rng.integers(0, 500, int(rng.integers(20, 90))).tolist() for i in range(16)}
+    with Session(deterministic_engine, kv_blocks=40) as session:
+        alone = {}
+        for name, ids in everyone.items():
+            executor = Executor(session, ExecutorConfig(enable_prefix_caching=False))
+            alone |= answers_with_logprobs(executor, {name: ids}, sampled)
+            executor.close()
+        crowded = Executor(session, ExecutorConfig(enable_prefix_caching=False))
+        assert answers_with_logprobs(crowded, everyone, sampled) == alone
+        assert crowded.scheduler.num_preemptions > 0
+        crowded.close()
+    with Session(deterministic_engine, kv_blocks=400) as session:
+        caching = Executor(session, ExecutorConfig())
+        assert answers_with_logprobs(caching, everyone, sampled) == alone
+        assert answers_with_logprobs(caching, everyone, sampled) == alone
+        assert caching.stats().prefix_hit_tokens > 0
+        caching.close()

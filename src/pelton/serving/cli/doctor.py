@@ -73,7 +73,7 @@ def _examine() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "machine": f"{platform.machine()}, {cores()} cores, {human_bytes(available_memory())} free",
         "native library": _native(problems),
-        "gpu": _gpu(),
+        **_gpu(),
         "cache": f"{cache_dir()} ({_cache_state()})",
     }
     optional = [
@@ -100,23 +100,32 @@ def _native(problems: list[str]) -> str:
         return f"missing: engines run on the slow PyTorch path ({error})"
 
 
-def _gpu() -> str:
-    """What a GPU engine finds here."""
+def _gpu() -> dict[str, str]:
+    """What a GPU engine finds here, and what the GPU was measured to do."""
     from pelton.engine.resources import human_bytes
     from pelton.errors import PeltonError
     from pelton.kernels.gpu import cublaslt
     from pelton.kernels.gpu.driver import Device, driver_version
+    from pelton.kernels.gpu.roofline import measure
 
     try:
         device = Device()
     except PeltonError as error:
-        return f"none ({str(error).partition(';')[0]})"
+        return {"gpu": f"none ({str(error).partition(';')[0]})"}
     free, total = device.memory()
     blas = "with" if cublaslt.available() else "without"
-    return (
+    found = (
         f"{device.name}, sm_{device.sm}, {human_bytes(free)} of {human_bytes(total)} free, driver for CUDA "
         f"{driver_version()}, {blas} cuBLASLt"
     )
+    try:
+        rates = measure("bfloat16", device)
+    except PeltonError as error:
+        return {"gpu": found, "gpu rates": f"not measured: {error}"}
+    return {
+        "gpu": found,
+        "gpu rates": f"{rates.memory / 1e9:.0f} GB/s, {rates.matrix / 1e12:.0f} T bfloat16 operations/s",
+    }
 
 
 def _cache_state() -> str:
