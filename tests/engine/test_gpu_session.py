@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pelton.engine.session import Session
-from pelton.errors import ConfigError, DeviceError
+from pelton.errors import ConfigError, DeviceError, EngineError
+from pelton.kernels.gpu.driver import Stream, capture
 from pelton.kernels.gpu.null import NullLibrary, null_gpu
 from pelton.runtime.executor import Executor
 from tests.builder.paper_gpu import build_paper_engine
@@ -75,3 +76,28 @@ def test_a_gpu_that_fails_ends_the_executor_and_closes_quietly(engine: Path, gpu
     executor.close()
     session.close()
     assert [pool.num_used for pool in executor.kv.pools] == [0]
+
+
+def test_no_memory_for_a_step_s_graph_ends_the_executor_with_the_setting_to_change(
+    engine: Path, gpu: NullLibrary
+) -> None:
+    with Session(engine, kv_blocks=40) as session:
+        executor = Executor(session)
+        executor.add(make_request("a", [1, 2, 3], max_tokens=20))
+        gpu.cuGraphInstantiateWithFlags = lambda *_: OUT_OF_MEMORY  # type: ignore[method-assign]
+        with pytest.raises(DeviceError, match=r"the GPU has no memory left .* use a smaller gpu_memory_frac"):
+            drain(executor)
+        executor.close()
+
+
+def test_a_launch_that_is_refused_while_a_graph_is_made_is_said_itself(
+    engine: Path, gpu: NullLibrary
+) -> None:
+    with Session(engine, kv_blocks=40) as session:
+        stream = Stream()
+        gpu.cuStreamEndCapture = lambda *_: ILLEGAL_ADDRESS  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="refused"), capture(stream):
+            raise EngineError("refused")
+        with pytest.raises(DeviceError, match="illegal"), capture(stream):
+            pass
+        assert session.samples

@@ -406,7 +406,11 @@ class Graph:
     def __init__(self, handle: C.c_void_p) -> None:
         self._graph = handle
         self._executable = C.c_void_p()
-        call("cuGraphInstantiateWithFlags", C.byref(self._executable), handle, C.c_ulonglong(0))
+        try:
+            call("cuGraphInstantiateWithFlags", C.byref(self._executable), handle, C.c_ulonglong(0))
+        except DeviceError:
+            release("cuGraphDestroy", handle)
+            raise
 
     def launch(self, stream: Stream) -> None:
         call("cuGraphLaunch", self._executable, stream.handle)
@@ -431,6 +435,11 @@ class capture:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         handle = C.c_void_p()
-        call("cuStreamEndCapture", self._stream.handle, C.byref(handle))
-        if error is None:
+        code = library().cuStreamEndCapture(self._stream.handle, C.byref(handle))
+        if error is not None:  # which says more than what ending says of it
+            if handle:
+                release("cuGraphDestroy", handle)
+        elif code:
+            raise _failure("cuStreamEndCapture", code)
+        else:
             self.graph = Graph(handle)
