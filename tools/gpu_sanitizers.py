@@ -29,6 +29,8 @@ from typing import Any
 SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (.*)")
 #: Kernels of cuBLASLt are not ours; racecheck has much to say of hand-made barriers.
 RACECHECK_SKIPS = ("cublaslt",)
+#: The run of a whole engine.
+_ENGINE = "an engine"
 #: What is run with a row too many, to see that it is found.
 _CANARY, _TOO_MANY = "cuda.rms_norm", "a row too many"
 
@@ -78,6 +80,46 @@ def run_tactic(folder: Path, name: str, per_tactic: int) -> None:
     print(f"CHECKED {len(cases)} cases")
 
 
+def build_engine(folder: Path) -> None:
+    """A tiny engine: what is launched besides tactics, samplers and graphs, is in it."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
+
+    import pelton
+
+    checkpoint = RandomCheckpoint(TINY_LLAMA, quant="bfloat16")
+    config = pelton.BuildConfig(target="cuda", max_batch_size=4, max_num_tokens=128)
+    pelton.build(checkpoint, config, output=folder, check=False)
+
+
+def run_engine(folder: Path) -> None:
+    """In the sanitizer's process: requests that sample in every way, in steps with and without graphs."""
+    import pelton
+    from pelton.runtime.config import ExecutorConfig
+    from pelton.runtime.executor import Executor
+    from pelton.runtime.validation import resolve_requests
+
+    settings = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 5},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+        {"temperature": 0.0, "logprobs": 2},
+    ]
+    with pelton.Session(folder, kv_blocks=16, trust=True) as session:
+        executor = Executor(session, ExecutorConfig())
+        for i, own in enumerate(settings):
+            params = pelton.SamplingParams(max_tokens=6 + i, ignore_eos=True, seed=i, **own)
+            ids = list(range(3, 5 + 3 * i))  # 57 in all: no step of cuBLASLt, whose kernels are not ours
+            for request in resolve_requests(ids, params, session.config, None, str(i), 0):
+                executor.add(request)
+        while executor.has_work:
+            assert not any(update.error for update in executor.step())
+        executor.close()
+    print(f"CHECKED {len(settings)} cases")
+
+
 def sanitize(tool: str, folder: Path, name: str, args: argparse.Namespace) -> tuple[bool, str]:
     """(clean, what to say)."""
     options = ["--leak-check", "full"] if tool == "memcheck" else ["--racecheck-report", "analysis"]
@@ -122,6 +164,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.run == _ENGINE:
+        run_engine(args.folder / "tiny.engine")
+        return 0
     if args.run:
         run_tactic(args.folder, args.run, args.cases)
         return 0
@@ -136,6 +181,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "kernels"
         compile_cases((case for own in cases.values() for case in own), Device().sm, folder)
+        names = list(cases)
+        if args.only in _ENGINE:
+            build_engine(folder / "tiny.engine")
+            names.append(_ENGINE)
         print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
         if _CANARY in cases and "Invalid" not in (told := sanitize("memcheck", folder, _TOO_MANY, args)[1]):
             print(told)
@@ -144,7 +193,7 @@ def main() -> int:
         work = [
             (tool, name)
             for tool in args.tools.split(",")
-            for name in cases
+            for name in names
             if tool != "racecheck" or not any(part in name for part in RACECHECK_SKIPS)
         ]
         with ThreadPoolExecutor(args.jobs) as pool:
