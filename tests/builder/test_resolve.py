@@ -47,6 +47,7 @@ def test_defaults_of_a_bfloat16_checkpoint() -> None:
         "gpu_memory_fraction": 0.9,
         "threads": 0,
         "fast_build": False,
+        "quant": "none",
         "profiles": (OptimizationProfile.parse("T=1:8:512,B=1:8:8,N=1:8:512"),),
         "opt_num_tokens": 8,
         "timing": True,

@@ -284,7 +284,7 @@ def test_an_engine_moves(engine: Path, tmp_path: Path) -> None:
 
 
 #: SHA-256 of what ``config.json`` and ``plan.json`` may hold, by format version.
-SCHEMAS = {2: "d2abe38b10c9a0dd77a4cafc4a5ed2f840f6788fa495ce85b855e4209a4f80aa"}
+SCHEMAS = {3: "9ae783a3c343e08b5659147d8ac7038cb5bcc5506358f1ef372be9c47031abdc"}
 
 
 def test_another_content_of_the_files_is_another_format() -> None:

@@ -83,6 +83,7 @@ def fake_config(
             activations="float32",
             kv_dtype="float32",
             fast_build=False,
+            quant="none",
             profiling="names",
             threads=1,
             profiles=(),

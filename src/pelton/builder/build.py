@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,7 @@ from pelton.builder.imported_reference import ImportedReference
 from pelton.builder.launches import plan_launches
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
+from pelton.builder.quantized_input import quantized_input
 from pelton.builder.report import BuildReport, QualityReport
 from pelton.builder.selection import runs_on_this_cpu
 from pelton.builder.summary import build_report, engine_config, machine_report
@@ -77,14 +79,20 @@ def build(
     say = notify or (lambda text: None)
     replaced = check_output(output)
     clock = Clock(progress or (lambda stage, done, total: None))
-    with PeakMemory() as peak:
+    with PeakMemory() as peak, ExitStack() as inputs:
         with clock("open"):
-            opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+            base = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        with clock("quantise"):
+            wanted = config or BuildConfig()
+            opened = inputs.enter_context(
+                quantized_input(base, wanted.quant, output, clock.progress, dry_run=dry_run)
+            )
+        with clock("open"):
             if dry_run:
                 opened = HeadersOnly(opened)
             compiled = compile_model(
                 opened,
-                config or BuildConfig(),
+                wanted,
                 clock,
                 explain,
                 timing_cache=None if timing_cache is None else Path(timing_cache),
@@ -145,7 +153,7 @@ def build(
             if check and runs_here:
                 write_manifest(folder, compiled.plan, hashes, target, compiled.selected.cpu_level)
                 with clock("check"):
-                    quality = _check(folder, opened, compiled, settled, gate)
+                    quality = _check(folder, base, opened, compiled, settled, gate)
             report = build_report(opened, compiled, budget, quality, changes)
             (folder / "report.json").write_bytes(report.stored_json())
             write_manifest(folder, compiled.plan, hashes, target, compiled.selected.cpu_level)
@@ -162,9 +170,15 @@ def _weight_sources(checkpoint: Checkpoint, compiled: Compiled) -> WeightSources
 
 
 def _check(
-    folder: Path, checkpoint: Checkpoint, compiled: Compiled, config: EngineConfig, gate: QualityGate | None
+    folder: Path,
+    base: Checkpoint,
+    checkpoint: Checkpoint,
+    compiled: Compiled,
+    config: EngineConfig,
+    gate: QualityGate | None,
 ) -> QualityReport:
-    """Compare the written engine with a fresh model that no pass has touched."""
+    """Compare the written engine with a fresh model that no pass has touched; on text with ``base``, which
+    the build has not quantised."""
     max_seq_len = compiled.config.max_seq_len
     assert max_seq_len is not None
     steps, blocks = probe_steps(config, folder / "tokenizer", seed=len(compiled.weights))
@@ -193,5 +207,5 @@ def _check(
     del reference
     blocks = blocks_of(config)
     with Session(folder, kv_blocks=blocks, runner=runner, trust=True) as session:
-        found = evaluate_text(gate, folder / "tokenizer", session, checkpoint)
+        found = evaluate_text(gate, folder / "tokenizer", session, base)
     return msgspec.structs.replace(quality, evaluation=found)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pelton.engine.resources import human_bytes
+
 
 class LinearReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One weight."""
@@ -54,6 +56,11 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(f"  {layer.name:<24} relative error: {', '.join(parts)}")
         lines += [f"  note        {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def summary(self) -> str:
+        """In a line."""
+        what = f"{self.recipe}, {self.bits:.2f} bits a weight, {human_bytes(self.weights)} of weights"
+        return what + (f", calibrated on {self.calibration_tokens} tokens" if self.calibration_tokens else "")
 
 
 def _rms(values: list[float]) -> float:

@@ -13,16 +13,17 @@ import numpy as np
 
 from pelton import nn
 from pelton.builder.calibration import decoder_layers
+from pelton.dtypes import is_dense
 from pelton.errors import CheckpointError, ConfigError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.kv_quant import KVQuant
 from pelton.ir.recipe import AddScalar, Recipe, Source, Transpose, transpose
-from pelton.ir.tensors import HostTensor
+from pelton.ir.tensors import HostTensor, ValuesNotRead
 from pelton.models.checkpoint import Checkpoint, TensorInfo, assert_finite
 from pelton.models.registry import create_model
-from pelton.quant.config import NONE, QuantConfig, smaller_group
+from pelton.quant.config import NONE, QuantConfig, describe, smaller_group
 from pelton.quant.nf4 import nf4_double
 from pelton.quant.qserve import progressive_tensor
 from pelton.quant.rounding import nearest_values, round_nearest
@@ -100,7 +101,8 @@ class QuantizedCheckpoint(Checkpoint):
         self.name, self.path = base.name, base.path
         self.config, self.generation_config = base.config, base.generation_config
         self.tensors = {**base.tensors, **changed}
-        self.notes = notes
+        self.zero_biases = base.zero_biases
+        self._notes = notes
         self._read = read
         self._transposed = frozenset(transposed)
         self._activations = dict(activations or {})
@@ -114,10 +116,15 @@ class QuantizedCheckpoint(Checkpoint):
         return Transpose(Source(name)) if name in self._transposed else Source(name)
 
     def activation_quant(self, name: str) -> ActivationQuant | None:
-        return self._activations[name] if name in self._activations else self.base.activation_quant(name)
+        return self._activations.get(name) if name in self.changed else self.base.activation_quant(name)
 
     def kv_quant(self) -> KVQuant | None:
         return self.base.kv_quant()
+
+    def read_notes(self) -> list[str]:
+        count = sum(not is_dense(info.quant) for info in self.changed.values())
+        what = f"{count} tensors are quantised: {describe(self.quant_config)}"
+        return [*self.base.read_notes(), what, *self._notes]
 
     def write_tokenizer(self, directory: Path) -> None:
         self.base.write_tokenizer(directory)
@@ -217,13 +224,22 @@ def round_in_stream(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoin
     """``base`` as a recipe without calibration makes it: each weight is rounded when it is read."""
     config.check()
     assert not config.calibrated
+    return _view(base, config, lambda t: plain_weight(float_weight(base, t.place), t.quant, config))
+
+
+def planned(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoint:
+    """``base`` with the types that a recipe gives its weights, and no values: for dry runs."""
+
+    def read(target: Target) -> HostTensor:
+        raise ValuesNotRead(target.place.tensor)
+
+    config.check()
+    return _view(base, config, read)
+
+
+def _view(base: Checkpoint, config: QuantConfig, read: Callable[[Target], HostTensor]) -> QuantizedCheckpoint:
     found, notes = targets(draft(base), config)
     by_tensor = {target.place.tensor: target for target in found.values()}
-
-    def read(name: str) -> HostTensor:
-        target = by_tensor[name]
-        return plain_weight(float_weight(base, target.place), target.quant, config)
-
     return QuantizedCheckpoint(
         base,
         config,
@@ -231,7 +247,7 @@ def round_in_stream(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoin
             name: TensorInfo(name=name, shape=t.shape, quant=t.quant, nbytes=0)
             for name, t in by_tensor.items()
         },
-        read,
+        lambda name: read(by_tensor[name]),
         transposed=[name for name, t in by_tensor.items() if t.place.transposed],
         activations=dict.fromkeys(by_tensor, config.activations) if config.activations else None,
         notes=notes,

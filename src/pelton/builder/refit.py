@@ -11,6 +11,7 @@ import fnmatch
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,29 @@ def refit(
     # What is kept goes under a new hash: damage must not.
     old = open_engine(engine, verify=bool(names))
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    with ExitStack() as inputs:
+        quant = old.config.build.quant
+        if quant not in (None, "none"):
+            # Of quantising alone: torch is not needed otherwise.
+            from pelton.builder.quantized_input import quantized_input
+
+            opened = inputs.enter_context(quantized_input(opened, quant, old.path, progress or _quiet))
+        return _refit(old, opened, names=names, output=output, progress=progress or _quiet, started=started)
+
+
+def _quiet(stage: str, done: int, total: int) -> None:
+    """No progress."""
+
+
+def _refit(
+    old: Engine,
+    opened: Checkpoint,
+    *,
+    names: Sequence[str],
+    output: str | Path | None,
+    progress: Progress,
+    started: float,
+) -> RefitReport:
     sources = _sources(old)
     _check_model(old, sources, opened)
     chosen = _choose(old, recipes_of(sources), names)
@@ -100,8 +124,7 @@ def refit(
     with engine_directory(target) as folder:
         _copy_others(old, folder)
         check_space(folder, old.config.memory.weights)
-        quiet: Progress = lambda stage, done, total: None
-        shards, notes = write_weights(folder / "weights", specs, opened.read, progress or quiet)
+        shards, notes = write_weights(folder / "weights", specs, opened.read, progress)
         for path, nbytes, sha256 in shards:
             if path.stat().st_size != nbytes or file_sha256(path) != sha256:
                 raise EngineError(f"{path} does not read back as it was written; the disk may be failing")

@@ -84,6 +84,7 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     _resolve_gpu_memory(values)
     _resolve_deterministic(values)
     _resolve_fast_build(values, notes)
+    values["quant"] = values["quant"] or "none"
     values["profiling"] = _choice("profiling", values["profiling"] or "names", PROFILING)
     _resolve_target(values, notes)
     values["model_impl"] = check_model_impl(values["model_impl"])

@@ -57,6 +57,8 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     """Type of matrices that the checkpoint does not quantise: float32, bfloat16 or float16 (the
     checkpoint's own)."""
+    quant: str | None = None
+    """Recipe that the weights are quantised by first, of ``pelton quantize --list`` (none)."""
     activations: str | None = None
     """Input precision of block-quantised matrix products: float32 or int8 (int8)."""
     kv_dtype: str | None = None

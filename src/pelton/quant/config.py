@@ -230,7 +230,8 @@ def describe(config: QuantConfig) -> str:
     if a := config.activations:
         scale = "static" if a.scale else "dynamic"
         outliers = f", outliers beyond {a.outliers:g} exact" if a.outliers else ""
-        parts.append(f"{a.dtype} activations, {scale} per {a.per}{outliers}")
+        per = f"{a.group} columns of a {a.per}" if a.group else a.per
+        parts.append(f"{a.dtype} activations, {scale} per {per}{outliers}")
     return ", ".join(parts)
 
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "chat": ("pelton.serving.cli.chat", "Talk with a model in the terminal."),
     "serve": ("pelton.serving.cli.serve", "Serve a model to OpenAI clients over HTTP."),
     "build": ("pelton.serving.cli.build", "Compile a checkpoint into an engine."),
+    "quantize": ("pelton.serving.cli.quantize", "Write a smaller checkpoint: GPTQ, AWQ, fp8, int8, ..."),
     "inspect": ("pelton.serving.cli.inspect", "Show what is in an engine."),
     "timing-cache": ("pelton.serving.cli.timing_cache", "Show or merge files of measured tactic times."),
     "refit": ("pelton.serving.cli.refit", "Put new weights into an engine, without a rebuild."),

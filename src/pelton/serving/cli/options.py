@@ -31,6 +31,7 @@ BUILD_HELP = {
     "max_input_len": "Longest prompt, in tokens. On an engine: may be lowered.",
     "block_size": "Tokens in a KV block.",
     "dtype": "Type of unquantised weights: float32, bfloat16.",
+    "quant": "Quantise the weights first: a recipe of pelton quantize --list.",
     "activations": "Input precision of quantised products: float32, int8.",
     "kv_dtype": "Type of cached keys and values: float32, float16, bfloat16.",
     "deterministic": "GPU: answers that do not depend on the batch, bit for bit; slower.",
@@ -93,6 +94,11 @@ class _Setting(click.ParamType[tuple[str, str]]):
         if not (name and equals and setting):
             self.fail(f"{value!r} is not NAME=VALUE, such as fuse_qkv=off", param, ctx)
         return name, setting
+
+
+def setting_type() -> click.ParamType[tuple[str, str]]:
+    """NAME=VALUE as a pair."""
+    return _Setting()
 
 
 class _Profile(click.ParamType[OptimizationProfile]):

@@ -1,0 +1,41 @@
+"""A build's checkpoint, quantised first where ``BuildConfig.quant`` names a recipe."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pelton.builder.clock import Progress
+from pelton.builder.quantize import quantize
+from pelton.builder.quantized_view import planned, round_in_stream
+from pelton.models.checkpoint import Checkpoint
+from pelton.quant.recipes import recipe
+
+#: No recipe.
+NONE = "none"
+
+
+@contextmanager
+def quantized_input(
+    checkpoint: Checkpoint, name: str | None, output: Path, progress: Progress, *, dry_run: bool = False
+) -> Iterator[Checkpoint]:
+    """``checkpoint`` as the recipe ``name`` makes it, within the block.
+
+    Recipes without calibration round weights as they are read; the others run first, layer by layer, and keep
+    what they make in a temporary folder beside ``output``. A dry run only knows the types.
+    """
+    if name is None or name == NONE:
+        yield checkpoint
+        return
+    config = recipe(name)
+    config.check()
+    if dry_run:
+        yield planned(checkpoint, config)
+    elif not config.calibrated:
+        yield round_in_stream(checkpoint, config)
+    else:
+        parent = output.absolute().parent
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}.quantising-", dir=parent) as folder:
+            yield quantize(checkpoint, config, Path(folder) / "layers", progress=progress)[0]

@@ -1,0 +1,98 @@
+"""A checkpoint quantised into a folder that others load: layer by layer, resumable, whole or not there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from pelton.builder.clock import Progress
+from pelton.builder.quantize import quantize
+from pelton.builder.quantize_report import QuantizeReport
+from pelton.dtypes import GGUF_BLOCK_TYPES
+from pelton.errors import ConfigError
+from pelton.models.checkpoint import Checkpoint
+from pelton.models.checkpoint.write import FORMATS, write_checkpoint
+from pelton.quant.config import NONE, QuantConfig
+
+#: Whether a format stores a type.
+_STORES: dict[str, Callable[[str], bool]] = {
+    "compressed-tensors": lambda quant: quant.startswith(("int", "fp8", "nvfp4", "mxfp4")),
+    "gptq": lambda quant: quant.startswith("int"),
+    "bitsandbytes": lambda quant: quant in ("nf4_g64", "int8_row"),
+}
+
+
+def format_for(config: QuantConfig, wanted: str | None = None) -> str:
+    """The format to write: ``wanted``, or the first that has all of ``config``. Raises ``ConfigError``."""
+    if wanted is not None and wanted not in FORMATS:
+        raise ConfigError(f"unknown checkpoint format {wanted!r} (known: {', '.join(FORMATS)})")
+    able = [name for name in FORMATS if not _lacks(name, config)]
+    if wanted is not None:
+        if wanted not in able:
+            raise ConfigError(
+                f"{wanted} checkpoints have no {_lacks(wanted, config)} (formats that do: "
+                f"{', '.join(able) or 'none'})"
+            )
+        return wanted
+    if not able:
+        raise ConfigError(
+            f"no checkpoint format has {_lacks(FORMATS[0], config)}; build an engine with it: "
+            "pelton build --quant"
+        )
+    return able[0]
+
+
+def _lacks(name: str, config: QuantConfig) -> str:
+    """What of ``config`` a format cannot store; empty: nothing."""
+    for quant in (config.weights, *config.overrides.values()):
+        if quant != NONE and not _STORES[name](quant):
+            return f"{quant} weights"
+        if quant in GGUF_BLOCK_TYPES:
+            return f"{quant} weights"
+    a = config.activations
+    if a is not None and a.outliers and name != "bitsandbytes":
+        return "exact outliers"
+    if name == "gptq" and a is not None:
+        return "quantised activations"
+    if name == "bitsandbytes":
+        if config.weights == "nf4_g64" and a is not None:
+            return "quantised activations of nf4 weights"
+        if config.weights == "int8_row" and (a is None or a.dtype != "int8" or a.per != "token"):
+            return "int8 weights without int8 activations per token"
+    return ""
+
+
+def quantize_to(
+    checkpoint: Checkpoint,
+    config: QuantConfig,
+    output: Path,
+    *,
+    fmt: str | None = None,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Quantise ``checkpoint`` into the folder ``output``, in ``fmt``.
+
+    Finished layers are kept in ``OUTPUT.partial`` until it is written: started again after it was killed,
+    it goes on there. Raises ``ConfigError``, ``CheckpointError`` and ``BuildError`` as ``quantize`` does.
+    """
+    config.check()
+    fmt = format_for(config, fmt)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError(f"{output} exists; remove it or choose another output")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {output.absolute().parent} to put {output.name} in")
+    partial = output.with_name(output.name + ".partial")
+    view, report = quantize(checkpoint, config, partial, progress=progress)
+    if progress is not None:
+        progress("write", 0, 0)
+    write_checkpoint(
+        output,
+        checkpoint,
+        ((name, view.read(name)) for name in view.changed),
+        config,
+        fmt,
+        activation_of=view.activation_quant,
+    )
+    shutil.rmtree(partial)
+    return report

@@ -1,0 +1,137 @@
+"""``pelton quantize``: a checkpoint into a smaller one that others load too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pelton.errors import ConfigError, MissingDependencyError
+from pelton.serving.cli.options import Command, setting_type
+from pelton.serving.cli.progress import build_progress, notify
+from pelton.serving.cli.tables import show
+
+if TYPE_CHECKING:
+    from pelton.models.checkpoint import Checkpoint
+    from pelton.quant.config import QuantConfig
+
+#: Fields of a recipe that a flag gives as it is.
+_PLAIN = ("weights", "symmetric", "clip", "act_order", "alpha", "damping")
+
+
+@click.command(
+    cls=Command,
+    epilog="""\b
+Examples:
+  pelton quantize --list
+  pelton quantize ./SmolLM2-135M-Instruct --recipe awq-int4 -o ./smollm2-awq
+  pelton quantize model.gguf --recipe gptq-int4 --weights int4_g64 --calibration prose.txt -o ./small
+  pelton quantize ./model --recipe int4 --override "*.down_proj=int8_row" --ignore "*.layers.0.*" -o ./small
+  pelton build ./smollm2-awq -o smollm2.engine
+  pelton build ./model --quant gptq-int4          without the checkpoint in between
+
+The linear layers of the decoder layers are quantised, the head and embeddings where --override names them.
+Layers that are done are kept in OUTPUT.partial: the same command goes on there if it was stopped.""",
+)
+@click.argument("checkpoint", required=False)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to make.")
+@click.option("--recipe", "name", metavar="NAME", help="What to do: see --list.")
+@click.option("--list", "as_list", is_flag=True, help="Show the recipes and leave.")
+@click.option("--format", "fmt", metavar="NAME", help="compressed-tensors, gptq or bitsandbytes.")
+@click.option("--weights", metavar="TYPE", help="Another type than the recipe's: int4_g64, int8_row, ...")
+@click.option("--symmetric/--asymmetric", default=None, help="Zero in the middle of each group's codes.")
+@click.option("--clip/--no-clip", default=None, help="Search smaller ranges of groups (AWQ's).")
+@click.option("--act-order/--no-act-order", default=None, help="GPTQ: large activations' columns first.")
+@click.option("--damping", type=float, metavar="X", help="GPTQ: added to the Hessian's diagonal (0.01).")
+@click.option("--alpha", type=float, metavar="X", help="Scaling's exponent instead of a search.")
+@click.option("--ignore", multiple=True, metavar="PATTERN", help="Modules to leave as they are (repeatable).")
+@click.option(
+    "--override",
+    "overrides",
+    multiple=True,
+    type=setting_type(),
+    metavar="PATTERN=TYPE",
+    help="Another type, or none, for some modules (repeatable; the first that fits counts).",
+)
+@click.option("--calibration", type=click.Path(path_type=Path), help="Text to calibrate on.")
+@click.option("--sequences", type=int, metavar="N", help="Pieces of it to read (32).")
+@click.option("--length", type=int, metavar="N", help="Tokens of a piece (512).")
+@click.option("--seed", type=int, metavar="N", help="Which pieces (0).")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+def quantize(
+    checkpoint: str | None,
+    output: Path | None,
+    name: str | None,
+    as_list: bool,
+    fmt: str | None,
+    quiet: bool,
+    **given: Any,
+) -> None:
+    """Quantise CHECKPOINT (a Hugging Face folder, GGUF file or hub id) into the folder OUTPUT."""
+    if as_list:
+        _list()
+        return
+    for value, what in ((checkpoint, "CHECKPOINT"), (output, "-o OUTPUT"), (name, "--recipe NAME")):
+        if value is None:
+            raise click.UsageError(f"{what} is missing")
+    assert checkpoint and output and name
+    config = _config(name, given)
+    try:
+        from pelton.builder.write_quantized import format_for, quantize_to
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"quantising needs {error.name or 'torch'}: pip install 'pelton[build]'"
+        ) from error
+    fmt = format_for(config, fmt)
+    opened = _open(checkpoint)
+    with build_progress(quiet) as progress:
+        report = quantize_to(opened, config, output, fmt=fmt, progress=progress)
+    if not quiet:
+        click.echo(report.text())
+        click.echo(f"  {output.name}  {report.summary()}, {fmt}")
+
+
+def _open(checkpoint: str) -> Checkpoint:
+    from pelton.models.checkpoint import open_checkpoint
+    from pelton.serving.engine_cache import classify, download, local_path
+
+    kind = classify(checkpoint)
+    if kind == "engine":
+        raise ConfigError(f"{checkpoint} is an engine; quantise the checkpoint that it was built from")
+    return open_checkpoint(download(checkpoint, notify) if kind == "hub" else local_path(checkpoint))
+
+
+def _config(name: str, given: dict[str, Any]) -> QuantConfig:
+    """The recipe with what flags change in it."""
+    import msgspec
+
+    from pelton.quant.recipes import recipe, with_fields
+
+    config = recipe(name)
+    fields = {field: given[field] for field in _PLAIN if given[field] is not None}
+    if given["ignore"]:
+        fields["ignore"] = given["ignore"]
+    if given["overrides"]:
+        # The first that fits counts, so a pattern that is given twice is the first one.
+        fields["overrides"] = dict(reversed(given["overrides"]))
+        fields["overrides"] = {k: fields["overrides"][k] for k, _ in given["overrides"]}
+    calibration = {field: given[field] for field in ("sequences", "length", "seed")}
+    calibration["text"] = None if given["calibration"] is None else str(given["calibration"])
+    changed = {field: value for field, value in calibration.items() if value is not None}
+    if changed:
+        fields["calibration"] = msgspec.structs.replace(config.calibration, **changed)
+        if not with_fields(config, **fields).calibrated:
+            raise ConfigError(f"the recipe {name} sees no text; leave {', '.join(changed)} out")
+    return with_fields(config, **fields)
+
+
+def _list() -> None:
+    from pelton.quant.config import describe, weight_bits
+    from pelton.quant.recipes import RECIPES
+
+    rows = [
+        (name, describe(config), f"{weight_bits(config.weights):.2f}", "text" if config.calibrated else "")
+        for name, config in RECIPES.items()
+    ]
+    show("", rows, header=("recipe", "what it does", "bits a weight", "calibration"))

@@ -1,0 +1,196 @@
+"""``pelton quantize`` and ``--quant``: from a folder to a smaller one, and into engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from pelton.builder.build import build
+from pelton.builder.gate import QualityGate
+from pelton.builder.refit import refit
+from pelton.builder.write_quantized import format_for
+from pelton.engine.artifact import open_engine
+from pelton.engine.config import BuildConfig
+from pelton.errors import ConfigError
+from pelton.models.checkpoint import open_checkpoint
+from pelton.quant.config import QuantConfig
+from pelton.quant.recipes import RECIPES
+from pelton.serving.cli.main import run_command
+from tests.cli.text_engine import LIMITS, text_checkpoint
+
+SHORT = ["--sequences", "4", "--length", "32"]
+CONFIG: dict[str, Any] = {**LIMITS, "timing": False}
+
+
+def folder(path: Path, **changes: Any) -> Path:
+    """A Hugging Face folder of random weights."""
+    base = text_checkpoint(**changes)
+    path.mkdir()
+    base.write_tokenizer(path)
+    (path / "config.json").write_text(json.dumps(base.config))
+    save_file(
+        {name: np.ascontiguousarray(base.read(name).data) for name in base.tensors},
+        path / "model.safetensors",
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fmt"),
+    [
+        ("gptq-int4", "compressed-tensors"),
+        ("gptq-int4", "gptq"),
+        ("awq-int4", "compressed-tensors"),
+        ("smoothquant-static", "compressed-tensors"),
+        ("fp8", "compressed-tensors"),
+        ("nf4", "bitsandbytes"),
+        ("llm-int8", "bitsandbytes"),
+    ],
+)
+def test_a_folder_that_opens_and_builds(recipe: str, fmt: str, tmp_path: Path) -> None:
+    source, out = folder(tmp_path / "model"), tmp_path / "small"
+    calibrated = SHORT if RECIPES[recipe].calibrated else []
+    assert (
+        run_command(
+            ["quantize", str(source), "--recipe", recipe, "-o", str(out), "--format", fmt, "-q", *calibrated]
+        )
+        == 0
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "small"], "nothing is left beside it"
+    written = open_checkpoint(out)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert written.tensors[name].quant == {"int4_g128": "int4_g64"}.get(
+        RECIPES[recipe].weights, RECIPES[recipe].weights
+    )
+    wanted, found = RECIPES[recipe].activations, written.activation_quant(name)
+    assert (found is None) == (wanted is None)
+    if wanted is not None and found is not None:
+        assert (found.dtype, found.per, found.outliers) == (wanted.dtype, wanted.per, wanted.outliers)
+        assert (found.scale > 0) == (wanted.scale != 0)
+    report = build(out, BuildConfig(**CONFIG), output=tmp_path / "e", gate=QualityGate(tokens=200))
+    assert report.quality is not None and report.quality.evaluation is not None
+
+
+def test_the_same_again_goes_on_where_it_was_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = folder(tmp_path / "model"), tmp_path / "small"
+    from pelton.builder.quantize import quantize
+    from pelton.quant.config import Calibration
+    from pelton.quant.recipes import with_fields
+
+    config = with_fields(RECIPES["gptq-int4"], calibration=Calibration(sequences=4, length=32))
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(open_checkpoint(source), config, tmp_path / "small.partial", progress=stop)
+    times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "small.partial").glob("layer*")}
+    assert len(times) == 2
+    assert run_command(["quantize", str(source), "--recipe", "gptq-int4", "-o", str(out), *SHORT]) == 0
+    assert not (tmp_path / "small.partial").exists()
+    said = capsys.readouterr().out
+    assert "model.layers.3" in said and "relative error: weights" in said
+    assert (
+        "small  gptq int4_g128 symmetric, 4." in said
+        and "calibrated on 128 tokens, compressed-tensors" in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "gptq-int5"], "there is no recipe 'gptq-int5'; did you mean gptq-int"),
+        (
+            ["--recipe", "nf4", "--format", "gptq"],
+            "gptq checkpoints have no nf4_g64 weights (formats that do: bitsandbytes)",
+        ),
+        (["--recipe", "q4_k"], "no checkpoint format has q4_k weights; build an engine with it"),
+        (
+            ["--recipe", "int4", "--format", "awq"],
+            "unknown checkpoint format 'awq' (known: compressed-tensors",
+        ),
+        (["--recipe", "int4", "--sequences", "3"], "the recipe int4 sees no text; leave sequences out"),
+        (["--recipe", "int4", "--override", "lm_heat=int8_row"], "the pattern 'lm_heat' fits no module"),
+        (["--recipe", "int4", "--weights", "int4"], "cannot be quantised to 'int4'"),
+        ([], "--recipe NAME is missing"),
+    ],
+)
+def test_what_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = folder(tmp_path / "model")
+    assert run_command(["quantize", str(source), "-o", str(tmp_path / "small"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "small").exists()
+
+
+def test_the_list_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["quantize", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.strip()][1:] == list(RECIPES)
+
+
+def test_formats_by_what_a_recipe_needs() -> None:
+    found = {}
+    for name, config in RECIPES.items():
+        try:
+            found[name] = format_for(config)
+        except ConfigError:
+            found[name] = ""
+    assert {name for name, fmt in found.items() if not fmt} == {"fp4", "q8_0", "q4_k", "awq-q4_k"}
+    assert {name for name, fmt in found.items() if fmt == "bitsandbytes"} == {"nf4", "nf4-double", "llm-int8"}
+    assert format_for(QuantConfig(), "gptq") == "gptq"
+
+
+# ---- Engines ----
+
+
+@pytest.mark.parametrize("recipe", ["int4", "gptq-int4", "awq-int4", "q8_0"])
+def test_an_engine_of_a_recipe(recipe: str, tmp_path: Path) -> None:
+    """What it is measured against on text is the model before it was quantised."""
+    config = BuildConfig(**CONFIG, quant=recipe, activations="float32")
+    report = build(text_checkpoint(), config, output=tmp_path / "e", gate=QualityGate(tokens=200))
+    engine = open_engine(tmp_path / "e")
+    assert engine.config.build.quant == recipe
+    kept = "q8_0" if recipe == "q8_0" else "int4_g64"
+    assert report.stored[kept] > 0
+    assert f"28 tensors are quantised: {RECIPES[recipe].algorithm} " in "\n".join(report.notes)
+    assert report.quality is not None and report.quality.evaluation is not None
+    assert report.quality.max_error < 1e-3, "the engine computes the quantised model"
+    assert report.quality.evaluation.kl_mean > 10 * report.quality.kl_mean
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["e"]
+
+
+def test_a_dry_run_knows_the_types_without_reading(tmp_path: Path) -> None:
+    base = text_checkpoint()
+    base.read = None  # type: ignore[assignment,method-assign]
+    for recipe in ("int4", "gptq-int4"):
+        report = build(base, BuildConfig(**CONFIG, quant=recipe), output=tmp_path / "e", dry_run=True)
+        assert {"int4_g64", "int4_g32"} <= report.stored.keys()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_recipe_stops_a_build(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no recipe 'int44'; did you mean int4"):
+        build(text_checkpoint(), BuildConfig(quant="int44"), output=tmp_path / "e")
+
+
+@pytest.mark.parametrize("recipe", ["int4", "gptq-int4"])
+def test_a_refit_quantises_the_new_weights_alike(recipe: str, tmp_path: Path) -> None:
+    config = BuildConfig(**CONFIG, quant=recipe)
+    first, second = text_checkpoint(), text_checkpoint()
+    second._seed = 5
+    build(first, config, output=tmp_path / "a")
+    build(second, config, output=tmp_path / "b")
+    refit(tmp_path / "a", second)
+    a, b = open_engine(tmp_path / "a"), open_engine(tmp_path / "b")
+    for name in b.weights.meta:
+        np.testing.assert_array_equal(a.weights[name], b.weights[name])
