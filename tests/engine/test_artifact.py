@@ -178,7 +178,7 @@ def tiny_shard(engine: Path) -> None:
         (no_manifest, "is not an engine: it has no manifest.json"),
         (broken_manifest, "is damaged: manifest.json: .*copy the engine again or rebuild it"),
         (manifest_of_other_type, "is damaged: manifest.json: Expected `array`"),
-        (set_manifest("format_version", 3), r"engine format 3, newer than this Pelton reads \(2\); upgrade"),
+        (set_manifest("format_version", 9), r"engine format 9, newer than this Pelton reads \(3\); upgrade"),
         (format_1, "has engine format 1, which this Pelton no longer reads.*rebuild the engine"),
         (
             set_manifest("target", "tpu"),
