@@ -32,7 +32,7 @@ def _supports(node: NodeSpec) -> bool:
 
 
 def attention(
-    call: CallSpec, tokens: int, *, take_turns: bool = True, overlap: bool = True, whole: bool = False
+    call: CallSpec, tokens: int, *, take_turns: bool = True, overlap: bool = False, whole: bool = True
 ) -> LaunchSpec:
     """The launch for a step of at most ``tokens`` tokens.
 
@@ -98,7 +98,7 @@ TACTICS = [
         op="paged_attention",
         device="cuda",
         supports=_supports,
-        priority=5,  # not before it has run on such a GPU
+        priority=15,
         precision="bfloat16",
         sm=90,
         launches=_launches,
@@ -110,7 +110,7 @@ TACTICS = [
         op="paged_attention",
         device="cuda",
         supports=_supports,
-        priority=-1,
+        priority=-1,  # not before equal bits have been seen on such a GPU
         precision="bfloat16",
         batch_invariant=True,
         sm=90,

@@ -6,7 +6,7 @@
 // head, so that all of them share K and V, and a sequence with one token costs one tile a KV head.
 //
 // Warp group 0 copies: its first warp loads Q, and K and V in tiles of 128 keys, page by page through tensor
-// maps, two tiles deep. Warp groups 1 and 2 compute 64 rows each. While the scores of a tile go through the
+// maps, two tiles deep; its second finds the next tile of work meanwhile. Warp groups 1 and 2 compute 64 rows each. While the scores of a tile go through the
 // softmax, the product of the tile before with V runs; and the two groups take turns in starting products, so
 // that one's exponentials run under the other's products. Keys are taken from the last to the first: only the
 // tiles on the diagonal, at the end of the sequence and at the window's edge are masked.
@@ -20,6 +20,7 @@
 
 constexpr int KV_HEADS = HEADS / GROUP;
 constexpr int ROWS = 128, KEYS = 128, STAGES = 2;
+constexpr int LEAD = 3;  // tiles of keys before the end of its work at which a block asks for more
 constexpr int QUERIES = ROWS / GROUP;
 constexpr int CHUNKS = D / 64;                  // 128-byte columns of a row
 constexpr int BOX = PAGE < KEYS ? PAGE : KEYS;  // keys of one copy
@@ -35,19 +36,27 @@ static_assert(COPIES <= 32 && ROWS == KEYS, "a lane copies one box; Q is laid ou
 constexpr float LOG2_E = 1.4426950408889634f;
 #define INFINITE __int_as_float(0x7f800000)
 
-// A tile of work, from the copying warp to the others.
+// A tile of work.
 struct Work {
     int tiles;        // of keys; -1: there is no more work
     int last;         // the tile of keys that is taken first
     int first_query;  // of the sequence
-    int queries, keys, token;  // the sequence's, and its first row
+    int sequence, queries, keys, token;  // its number, sizes and first row
     int kv_head;
+
+    DEVICE int context() const { return keys - queries; }
+    // Keys that some query of the tile sees: [first_key, end_key).
+    DEVICE int end_key() const { return min(context() + first_query + QUERIES, keys); }
+    DEVICE int first_key() const { return WINDOW > 0 ? max(context() + first_query - WINDOW + 1, 0) : 0; }
 };
 
-// Shared memory, from an address that is a multiple of 1024: Q, K and V by stage, barriers, Work.
+// Shared memory, from an address that is a multiple of 1024: Q, K and V by stage, barriers, the tile of work that
+// is copied next and the one that is computed next.
 constexpr u32 K_AT = TILE_BYTES, V_AT = K_AT + STAGES * TILE_BYTES, BARRIERS_AT = V_AT + STAGES * TILE_BYTES;
-enum Barrier { Q_FULL, Q_EMPTY, K_FULL, K_EMPTY = K_FULL + STAGES, V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES,
-               N_BARRIERS = V_EMPTY + STAGES };
+enum Barrier {
+    WORK_FULL, WORK_EMPTY, Q_FULL, Q_EMPTY, K_FULL, K_EMPTY = K_FULL + STAGES, V_FULL = K_EMPTY + STAGES,
+    V_EMPTY = V_FULL + STAGES, UNUSED = V_EMPTY + STAGES, N_BARRIERS
+};
 constexpr u32 WORK_AT = BARRIERS_AT + 128;
 static_assert(N_BARRIERS * 8 <= 128, "room of the barriers");
 
@@ -68,7 +77,7 @@ struct Ring {
 };
 static_assert(STAGES == 2, "the ring");
 
-// ---- The copying warp ----
+// ---- The warp that finds work ----
 
 // The last sequence that starts at or before `tile`: 32 guesses at a time.
 DEVICE int sequence_of(int tile, const int* cu_seqlens, int sequences, int lane) {
@@ -83,16 +92,56 @@ DEVICE int sequence_of(int tile, const int* cu_seqlens, int sequences, int lane)
     return low;
 }
 
-DEVICE void copy_tiles(const Shared& shared, Work* work, const TensorMap* q_map, const TensorMap* k_map,
-                       const TensorMap* v_map, const int* block_table, const int* cu_seqlens, const int* seq_lens,
-                       u32* counter, int sequences) {
+DEVICE void find_work(const Shared& shared, Work* next, const int* cu_seqlens, const int* seq_lens, u32* counter,
+                      int sequences) {
+    const int lane = threadIdx.x % 32;
+    const int slots = cu_seqlens[sequences] / QUERIES + sequences;
+    const u32 total = slots * KV_HEADS;
+    u32 parity = 1;  // the first wait is over at once
+    Work work;
+    do {
+        barrier_wait(shared.barrier(WORK_EMPTY), parity);
+        parity ^= 1;
+        while (true) {
+            u32 index = 0;
+            if (lane == 0) index = atomicAdd(counter, 1u);
+            index = __shfl_sync(~0u, index, 0);
+            if (index >= total) {
+                // Each block takes one number too many; the last one leaves the counter as it was.
+                if (lane == 0 && index == total + gridDim.x - 1) atomicExch(counter, 0u);
+                work.tiles = -1;
+                break;
+            }
+            const int slot = slots - 1 - index / KV_HEADS, b = sequence_of(slot, cu_seqlens, sequences, lane);
+            work.kv_head = index % KV_HEADS;
+            work.sequence = b;
+            work.token = cu_seqlens[b];
+            work.queries = cu_seqlens[b + 1] - work.token;
+            work.first_query = (slot - (work.token / QUERIES + b)) * QUERIES;
+            if (work.first_query >= work.queries) continue;
+            work.keys = seq_lens[b];
+            const int end = work.end_key();
+            work.last = (end + KEYS - 1) / KEYS - 1;
+            work.tiles = end > 0 ? work.last - work.first_key() / KEYS + 1 : 0;
+            break;
+        }
+        if (lane == 0) {
+            *next = work;
+            barrier_arrive(shared.barrier(WORK_FULL));
+        }
+        __syncwarp();
+    } while (work.tiles >= 0);
+}
+
+// ---- The copying warp ----
+
+DEVICE void copy_tiles(const Shared& shared, const Work* next, Work* current, const TensorMap* q_map,
+                       const TensorMap* k_map, const TensorMap* v_map, const int* block_table) {
     const int lane = threadIdx.x;
     const int piece = lane / CHUNKS, chunk = lane % CHUNKS;
     const u32 place = chunk * CHUNK_BYTES + piece * BOX * ROW_BYTES;
-    const int slots = cu_seqlens[sequences] / QUERIES + sequences;
-    const u32 total = slots * KV_HEADS;
     Ring k_ring, v_ring;
-    u32 q_parity = 1;  // its first wait is over at once
+    u32 parity = 0;
 
     auto begin = [&](int full, int empty, const Ring& ring) {
         barrier_wait(shared.barrier(empty, ring.stage), ring.parity ^ 1);
@@ -118,62 +167,50 @@ DEVICE void copy_tiles(const Shared& shared, Work* work, const TensorMap* q_map,
     };
 
     while (true) {
-        u32 index = 0;
-        if (lane == 0) index = atomicAdd(counter, 1u);
-        index = __shfl_sync(~0u, index, 0);
-        if (index >= total) {
-            // Each block takes one number too many; the last one leaves the counter as it was.
-            if (lane == 0 && index == total + gridDim.x - 1) atomicExch(counter, 0u);
-            break;
-        }
-        const int slot = slots - 1 - index / KV_HEADS, kv_head = index % KV_HEADS;
-        const int b = sequence_of(slot, cu_seqlens, sequences, lane);
-        const int token = cu_seqlens[b], queries = cu_seqlens[b + 1] - token;
-        const int first_query = (slot - (token / QUERIES + b)) * QUERIES;
-        if (first_query >= queries) continue;
-        const int keys = seq_lens[b], context = keys - queries;
-        // Keys that some query of the tile sees: [first_key, end).
-        const int end = min(context + first_query + QUERIES, keys);
-        const int first_key = WINDOW > 0 ? max(context + first_query - WINDOW + 1, 0) : 0;
-        const int first = first_key / KEYS, last = (end + KEYS - 1) / KEYS - 1;
-        const int tiles = end > 0 ? last - first + 1 : 0;
-
-        barrier_wait(shared.barrier(Q_EMPTY), q_parity);
-        q_parity ^= 1;
+        barrier_wait(shared.barrier(WORK_FULL), parity);
+        const Work work = *next;
+        barrier_wait(shared.barrier(Q_EMPTY), parity ^ 1);
+        parity ^= 1;
+        __syncwarp();
+        if (lane == 0) *current = work;
+        if (work.tiles < 0) break;
         if (lane == 0) {
-            *work = Work{tiles, last, first_query, queries, keys, token, kv_head};
             barrier_expect(shared.barrier(Q_FULL), Q_BYTES);
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
-                copy_3d(shared.base + c * CHUNK_BYTES, q_map, shared.barrier(Q_FULL), c * 64, kv_head * GROUP,
-                        token + first_query);
+                copy_3d(shared.base + c * CHUNK_BYTES, q_map, shared.barrier(Q_FULL), c * 64, work.kv_head * GROUP,
+                        work.token + work.first_query);
         }
         __syncwarp();
 
         // This lane's rows of the caches in a tile. Pages that no query sees are not read, nor is the table
         // there: a box outside of the cache is filled with zeros.
-        const int* table = block_table + (long long)b * COLUMNS;
+        const int* table = block_table + (long long)work.sequence * COLUMNS;
+        const int end = work.end_key(), first_key = work.first_key();
         auto row_of = [&](int tile) {
             const int key = tile * KEYS + piece * BOX;
             if (lane >= COPIES || key >= end || key + BOX <= first_key) return -BOX;
-            return (table[key / PAGE] * KV_HEADS + kv_head) * PAGE + key % PAGE;
+            return (table[key / PAGE] * KV_HEADS + work.kv_head) * PAGE + key % PAGE;
+        };
+        // The next work is looked for shortly before it is wanted: blocks shall take it when they are nearly done.
+        const int ask = max(work.tiles - LEAD, 0);
+        auto asked = [&] {
+            if (lane == 0) barrier_arrive(shared.barrier(WORK_EMPTY));
         };
         // K runs one tile ahead of V, as the others want them.
-        int row = row_of(last), row_before = 0;
-        for (int i = 0; i < tiles; ++i) {
-            const int following = i + 1 < tiles ? row_of(last - i - 1) : 0;
+        int row = row_of(work.last), row_before = 0;
+        if (work.tiles == 0) asked();
+        for (int i = 0; i < work.tiles; ++i) {
+            if (i == ask) asked();
+            const int following = i + 1 < work.tiles ? row_of(work.last - i - 1) : 0;
             copy_k(row);
             if (i > 0) copy_v(row_before);
             row_before = row;
             row = following;
         }
-        if (tiles > 0) copy_v(row_before);
+        if (work.tiles > 0) copy_v(row_before);
     }
-    barrier_wait(shared.barrier(Q_EMPTY), q_parity);
-    if (lane == 0) {
-        work->tiles = -1;
-        barrier_arrive(shared.barrier(Q_FULL));
-    }
+    if (lane == 0) barrier_arrive(shared.barrier(Q_FULL));
 }
 
 // ---- The computing warp groups ----
@@ -337,7 +374,7 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         float o[D / 2], s[64], alpha[2];
         u32 p[32];
         Rows rows;
-        const int context = work.keys - work.queries;
+        const int context = work.context();
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
 #pragma unroll
@@ -393,7 +430,7 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
             if (OVERLAP) pin(s);
             // The exponentials run under the product with V. The assembler would put them behind the wait for it,
             // were there no access to memory in between that needs them all (sums are never negative).
-            if (OVERLAP && rows.sum[0] + rows.sum[1] < 0.0f) barrier_arrive(shared.barrier(N_BARRIERS));
+            if (OVERLAP && rows.sum[0] + rows.sum[1] < 0.0f) barrier_arrive(shared.barrier(UNUSED));
             product_wait<0>();
             pin(o);
             pin(p);
@@ -428,12 +465,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     extern __shared__ unsigned char memory[];
     const u32 unaligned = shared_address(memory);
     const Shared shared{(unaligned + 1023) / 1024 * 1024};
-    Work* work = reinterpret_cast<Work*>(memory + (shared.base - unaligned) + WORK_AT);
+    Work* next = reinterpret_cast<Work*>(memory + (shared.base - unaligned) + WORK_AT);
+    Work* current = next + 1;
     if (threadIdx.x == 0) {
         prefetch_map(&q);
         prefetch_map(&k_cache);
         prefetch_map(&v_cache);
         // Eight warps compute, and each says when it is through with a tile.
+        barrier_init(shared.barrier(WORK_FULL), 1);
+        barrier_init(shared.barrier(WORK_EMPTY), 1);
         barrier_init(shared.barrier(Q_FULL), 1);
         barrier_init(shared.barrier(Q_EMPTY), 8);
         for (u32 i = 0; i < STAGES; ++i) {
@@ -448,10 +488,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     wait_for_previous();
     if (threadIdx.x < 128) {
         registers_less<40>();
-        if (threadIdx.x < 32)
-            copy_tiles(shared, work, &q, &k_cache, &v_cache, block_table, cu_seqlens, seq_lens, counter, sequences);
+        if (threadIdx.x < 32) {
+            copy_tiles(shared, next, current, &q, &k_cache, &v_cache, block_table);
+        } else if (threadIdx.x < 64) {
+            find_work(shared, next, cu_seqlens, seq_lens, counter, sequences);
+        }
     } else {
         registers_more<232>();
-        compute(shared, work, out, scale, softcap, threadIdx.x / 128 - 1);
+        compute(shared, current, out, scale, softcap, threadIdx.x / 128 - 1);
     }
 }
