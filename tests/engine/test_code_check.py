@@ -167,7 +167,7 @@ def assert_within(code: Code, plan: Plan) -> None:
                 assert 0 < sum(t.value(dims) for t in work.grid[0]) < 1 << 31
                 for one in work.arguments:
                     if one.kind == "workspace":
-                        assert 0 <= one.offset < COUNTER_BYTES + plan.workspace_bytes
+                        assert 0 <= one.offset <= COUNTER_BYTES + plan.workspace_bytes
                     if one.kind in ("input", "output"):
                         operands = instruction.inputs if one.kind == "input" else instruction.outputs
                         assert one.index >= 0 and operands[one.index] >= 0

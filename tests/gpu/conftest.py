@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,13 +53,21 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         )
 
 
+def _callspec(item: pytest.Function, fixture: str) -> Any:
+    return getattr(item, "callspec", None) if fixture in item.fixturenames else None
+
+
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceRunner]:
-    """Runs conformance cases, all of whose kernels have been compiled."""
+def kernels(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DeviceRunner]:
+    """Runs conformance cases of the tactics that tests were chosen for; their kernels have been compiled."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    chosen = {(c.params["name"], c.params["dtype"]) for i in items if (c := _callspec(i, "kernels"))}
     folder = tmp_path_factory.mktemp("kernels") / "all"
     sm = Device().sm
     every = (case for op in all_ops().values() for case in conformance_cuda.cases(op, DTYPES, sm=sm))
-    compile_cases(every, sm, folder)
+    compile_cases((case for case in every if (case.tactic.name, case.dtype) in chosen), sm, folder)
     with DeviceRunner(folder) as runner:
         yield runner
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -102,3 +105,63 @@ def test_a_gpu_that_fails_ends_what_runs_and_makes_the_server_not_ready(engine: 
         assert ask(completions, {"prompt": [5], "max_tokens": 1})[0] == 503
         (stream,) = streamed
         assert "[DONE]" in stream[1]
+
+
+IN_A_THREAD = """
+import asyncio, sys
+from pelton.errors import NotReadyError
+from pelton.runtime.client_thread import ThreadClient
+from pelton.runtime.executor import Executor
+from pelton.runtime.request import SamplingParams
+from pelton.runtime.validation import resolve_requests
+from tests.gpu.breaking import BREAK, open_breaking
+
+async def main():
+    session = open_breaking(sys.argv[1], kv_blocks=200)
+    client = ThreadClient(Executor(session))
+    def submit(name, ids, n):
+        params = SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+        return client.submit(resolve_requests(ids, params, session.config, None, name, 0))
+    async def read(updates):
+        return [update async for update in updates]
+    assert (await read(submit("well", [5, 6], 3)))[-1].finish_reason == "length"
+    assert client.health().ok
+    running = asyncio.create_task(read(submit("running", [5, 6, 7], 480)))
+    await asyncio.sleep(0.02)
+    breaking = asyncio.create_task(read(submit("breaking", list(BREAK), 4)))
+    for task in (running, breaking):
+        try:
+            await asyncio.wait_for(task, 30)
+            raise AssertionError("a request outlived its GPU")
+        except NotReadyError as error:
+            print("SAID", error)
+    assert not client.health().ok
+    print("HEALTH", client.health().detail)
+    try:
+        submit("late", [5], 1)
+        raise AssertionError("a request was taken")
+    except NotReadyError:
+        pass
+    await client.close()
+    print("CLOSED")
+
+asyncio.run(main())
+"""
+
+
+def test_requests_in_flight_are_told_what_the_gpu_said(engine: tuple[Path, str]) -> None:
+    """In a process of its own: the context does not survive."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_THREAD, str(engine[0])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["SAID", "SAID", "HEALTH", "CLOSED"]
+    for line in lines[:3]:
+        assert "The executor failed: DeviceError: the GPU failed (" in line
+        assert "restart to use it again" in line

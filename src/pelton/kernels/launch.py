@@ -126,8 +126,8 @@ class LaunchSpec:
 class MatmulSpec:
     """A product left to cuBLASLt: ``out = x @ weight.T (+ residual)``, ``n`` columns, ``k`` inner.
 
-    It has the rows of the call's input 0. ``x_row``: elements from one row of ``x`` to the next; ``dtype`` of
-    all but the result, which is ``out_dtype``. The residual has dense rows of that type.
+    It has the rows of the call's input 0. ``x_row``, ``residual_row``: elements from one row to the next;
+    ``dtype`` of all but the result and the residual, which are ``out_dtype``.
     """
 
     n: int
@@ -139,6 +139,7 @@ class MatmulSpec:
     weight: Argument
     out: Argument
     residual: Argument | None = None
+    residual_row: int = 0
 
 
 Work = LaunchSpec | MatmulSpec

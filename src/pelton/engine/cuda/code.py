@@ -45,6 +45,7 @@ class Matmul(msgspec.Struct, frozen=True, kw_only=True, tag="matmul"):
     weight: Argument
     out: Argument
     residual: Argument | None = None
+    residual_row: int = 0
 
 
 Work = Launch | Matmul

@@ -124,7 +124,8 @@ class _Check:
             case "input" | "output":
                 self._operand(argument)
             case "workspace":
-                if not 0 <= argument.offset < self._workspace or argument.offset % 16:
+                # At the very end where a kernel that can share its work has no need to.
+                if not 0 <= argument.offset <= self._workspace or argument.offset % 16:
                     raise self._refuse(f"an address {argument.offset} bytes into the workspace")
             case "dim":
                 if argument.dim not in self._dims:
@@ -176,7 +177,10 @@ class _Check:
         self._reach(work.weight, work.n * work.k * item)
         self._reach(work.out, result)
         if work.residual is not None:
-            self._reach(work.residual, result)
+            row = work.residual_row or work.n
+            if row < 1:
+                raise self._refuse(f"a residual whose rows are {row} apart")
+            self._reach(work.residual, ((rows - 1) * row + work.n) * out_item)
 
     def _reach(self, argument: Argument, nbytes: int) -> None:
         """An address with ``nbytes`` behind it."""

@@ -54,12 +54,16 @@ class _Bound:
         launch(self.config, self.function.handle, self.parameters)
 
 
+#: What a product is besides its addresses.
+_MATMUL = ("n", "k", "x_row", "dtype", "out_dtype", "residual_row")
+
+
 class _Product:
     """One product by cuBLASLt with its addresses."""
 
     def __init__(self, cublas: CublasLt, work: Matmul, rows: str, addresses: Mapping[str, int]) -> None:
         self._cublas, self._rows = cublas, rows
-        self._arguments = {name: getattr(work, name) for name in ("n", "k", "x_row", "dtype", "out_dtype")}
+        self._arguments = {name: getattr(work, name) for name in _MATMUL}
         self._arguments |= addresses
 
     def run(self, stream: Stream, dims: Mapping[str, int]) -> None:

@@ -104,15 +104,17 @@ class CublasLt:
         weight: int,
         out: int,
         residual: int = 0,
+        residual_row: int = 0,
     ) -> None:
         """``out`` (tokens, n) = ``x`` (tokens, k) @ ``weight`` (n, k) transposed (+ ``residual``).
 
-        Addresses of the device; the residual is of ``out``'s shape and type, 0: none.
+        Addresses of the device; the residual is of ``out``'s shape and type, 0: none. ``x_row``,
+        ``residual_row``: elements from one row to the next (0: ``n``).
         """
-        key = (tokens, n, k, x_row, dtype, out_dtype)
+        key = (tokens, n, k, x_row, dtype, out_dtype, residual_row or n)
         if key not in self._plans:
             self._plans[key] = self._plan(*key)  # type: ignore[arg-type]
-        description, a, b, d, algorithm = self._plans[key]
+        description, a, b, c, d, algorithm = self._plans[key]
         one, beta = C.c_float(1.0), C.c_float(1.0 if residual else 0.0)
         _call(
             "cublasLtMatmul",
@@ -125,7 +127,7 @@ class CublasLt:
             b,
             C.byref(beta),
             address(residual or out),
-            d,
+            c,
             address(out),
             d,
             algorithm,
@@ -134,13 +136,16 @@ class CublasLt:
             stream.handle,
         )
 
-    def _plan(self, tokens: int, n: int, k: int, x_row: int, dtype: str, out_dtype: str) -> tuple[Any, ...]:
+    def _plan(
+        self, tokens: int, n: int, k: int, x_row: int, dtype: str, out_dtype: str, residual_row: int
+    ) -> tuple[Any, ...]:
         description = C.c_void_p()
         _call("cublasLtMatmulDescCreate", C.byref(description), _COMPUTE_32F, _R_32F)
         transposed = C.c_int32(_TRANSPOSED)
         _call("cublasLtMatmulDescSetAttribute", description, _TRANSA, C.byref(transposed), C.c_size_t(4))
         a = _layout(dtype, k, n, k)
         b = _layout(dtype, k, tokens, x_row)
+        c = _layout(out_dtype, n, tokens, residual_row)
         d = _layout(out_dtype, n, tokens, n)
         found, count = _Heuristic(), C.c_int()
         _call(
@@ -149,7 +154,7 @@ class CublasLt:
             description,
             a,
             b,
-            d,
+            c,
             d,
             self._preference,
             1,
@@ -158,7 +163,7 @@ class CublasLt:
         )
         if not count.value:
             raise EngineError(f"cuBLASLt has no algorithm for {tokens}x{k} @ {k}x{n} in {dtype}")
-        return description, a, b, d, found.algo
+        return description, a, b, c, d, found.algo
 
     def close(self) -> None:
         if self.handle:

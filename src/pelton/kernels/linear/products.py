@@ -182,6 +182,7 @@ def cublaslt(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
         weight=Argument("input", index=1),
         out=workspace(p.scratch) if form.gated else Argument("output"),
         residual=None if form.residual is None else Argument("input", index=form.residual),
+        residual_row=0 if form.residual is None else call.input(form.residual).strides[0],
     )
     if not form.gated:
         return *p.norm(), product
