@@ -20,7 +20,8 @@ from pelton.engine.resources import cores
 from pelton.errors import BuildError, MissingDependencyError, PeltonError
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import CudaSource, KernelSource, LaunchSpec, Source, Work
-from pelton.kernels.sampling.cuda import resolve_source, sampler_source
+from pelton.kernels.sampling.cuda import sampler_sources
+from pelton.kernels.stage.cuda import stage_source
 
 #: Shared memory that a block may have, bytes, by compute capability.
 MAX_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -153,7 +154,10 @@ class CodeWriter:
         """The kernels, each once, in the order of first use."""
         variants = (v for by_tactic in self.launches for pair in by_tactic.values() for v in pair if v)
         found = (spec.kernel for works in variants for spec in works if isinstance(spec, LaunchSpec))
-        return list(dict.fromkeys((*found, sampler_source(self.vocab), resolve_source())))
+        return list(dict.fromkeys((*found, *self._step_kernels().values())))
+
+    def _step_kernels(self) -> dict[str, KernelSource]:
+        return {"stage": stage_source(), **sampler_sources(self.vocab)}
 
     def write(
         self,
@@ -201,8 +205,7 @@ class CodeWriter:
                 }
                 for by_tactic in self.launches
             ),
-            sampler=index[sampler_source(self.vocab)],
-            resolve=index[resolve_source()],
+            step_kernels={name: index[source] for name, source in self._step_kernels().items()},
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,6 @@ class Reloadable(Protocol):
     def reload(self, engine: Engine) -> None: ...
 
 
-@runtime_checkable
 class Submitting(Protocol):
     """A runner that samples on its device."""
 
@@ -198,9 +197,8 @@ class Session:
         """
         if self._runner is None:
             raise PeltonError("the session is closed; open a new one")
-        assert isinstance(self._runner, Submitting)
         self._checker.check(batch, unsampled=True)
-        return self._runner.submit(batch, sampling)
+        return cast(Submitting, self._runner).submit(batch, sampling)
 
     def update_weights(self, engine: Engine) -> None:
         """Run the weights of ``engine``, which has this one's plan, from the next step on.

@@ -69,7 +69,9 @@ class BatchChecker:
             )
         blocks = self._num_blocks[index]
         _range(f"slot_mapping.{index}", group.slot_mapping_T, -1, blocks * self._block_size)
-        _range(f"block_table.{index}", group.block_table_BM, 0, blocks)
+        # Beyond the longest sequence's blocks a table is not read.
+        columns = -(-int(group.seq_lens_B.max()) // self._block_size)
+        _range(f"block_table.{index}", group.block_table_BM[:, :columns], 0, blocks)
 
 
 def _array(name: str, value: Int32, shape: tuple[int, ...]) -> None:

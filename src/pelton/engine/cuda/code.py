@@ -67,7 +67,5 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     """Compute capability that the cubins are for."""
     kernels: tuple[Kernel, ...]
     launches: tuple[dict[str, Variants], ...]
-    sampler: int
-    """Kernel that takes tokens from logits (``kernels.sampling.cuda``)."""
-    resolve: int
-    """Kernel that puts tokens into the next step's ids."""
+    step_kernels: dict[str, int]
+    """By name, the kernels that bring a step's inputs in and take tokens from its logits."""

@@ -20,6 +20,7 @@ from pelton.engine.batch import Float32, InputBatch, StepResult
 from pelton.engine.batch_sampling import Int32, SamplingInputs
 from pelton.engine.cuda.code_check import read_code
 from pelton.engine.cuda.inputs import DeviceInputs
+from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.cuda.launcher import Launcher
 from pelton.engine.cuda.sampler import DeviceSampler, Slot
 from pelton.engine.cuda.weights import DeviceWeights
@@ -77,18 +78,21 @@ class CudaRunner:
             if b.kind in ("k_cache", "v_cache"):
                 values = num_blocks[b.group] * int(np.prod([d for d in b.shape if isinstance(d, int)]))
                 self._caches[b.kind, b.layer] = Memory(values * ITEMSIZE[b.dtype])
-        self._inputs = DeviceInputs(plan)
-        rows = plan.dims["N"]
+        assert engine.config.build.block_size
+        self._inputs = DeviceInputs(plan, engine.config.build.block_size)
+        self._inputs.clear(self._stream)
+        rows = min(plan.dims["B"], plan.dims["N"])
         self._slots = itertools.cycle([Slot(rows, self._inputs.nbytes) for _ in range(_SLOTS)])
         self._all_slots = [next(self._slots) for _ in range(_SLOTS)]
         self._launcher = Launcher(plan, code, root, self._address, self._workspace.address)
         logits = plan.operands[plan.logits]
         self._vocab = int(logits.shape[1])
         self._logits_address = self._address(logits)
-        ids = self._inputs.addresses["input_ids"]
-        self._sampler = DeviceSampler(code, root, rows, self._logits_address, ids)
+        self._sampler = DeviceSampler(code, root, rows, self._vocab, self._logits_address)
+        self._stage = EngineKernel(code, root, "stage")
+        self._inputs.bind(self._stage, self._sampler.tokens_address)
         self._host_logits: PinnedMemory | None = None
-        self._sizes = graph_sizes(min(plan.dims["B"], rows))
+        self._sizes = graph_sizes(rows)
         self._graphs: dict[int, Graph] = {}
         self._producer = {
             plan.operands[o].buffer: i for i, ins in enumerate(plan.instructions) for o in ins.outputs
@@ -151,8 +155,6 @@ class CudaRunner:
         if size:
             dims = {"T": size, "B": size, "B+1": size + 1, "N": size}
         self._inputs.stage(batch, dims, slot.inputs, self._stream)
-        if batch.input_ids_T.min(initial=0) < 0:
-            self._sampler.resolve(self._stream, dims["T"])
         if size:
             self._graph(size, dims).launch(self._stream)
         else:
@@ -268,7 +270,7 @@ class CudaRunner:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        for part in (self._launcher, self._sampler, self._weights, self._inputs):
+        for part in (self._launcher, self._sampler, self._stage, self._weights, self._inputs):
             part.close()
         for slot in self._all_slots:
             slot.close()

@@ -9,36 +9,16 @@ import numpy as np
 
 from pelton.engine.batch_sampling import Int32, SamplingInputs
 from pelton.engine.cuda.code import Code
+from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.shards import align
-from pelton.kernels.gpu.driver import Event, Function, LaunchConfig, Memory, PinnedMemory, Stream, launch
-from pelton.kernels.sampling.cuda import RESOLVE_BLOCK
+from pelton.kernels.gpu.driver import Event, Memory, PinnedMemory, Stream
+from pelton.kernels.sampling.cuda import Pieces
 
 _FIELDS = ("temperature_N", "top_k_N", "top_p_N", "min_p_N", "uniform_N")
 
 
-class _Kernel:
-    """One kernel of the engine with arguments by position."""
-
-    def __init__(self, code: Code, index: int, root: Path, values: list[C._SimpleCData[int]]) -> None:
-        kernel = code.kernels[index]
-        self._function = Function((root / kernel.file).read_bytes(), kernel.name, kernel.shared)
-        self._values = [*values, *(C.c_uint64(0) for _ in range(kernel.scratch))]
-        self._parameters = (C.c_void_p * len(self._values))(*map(C.addressof, self._values))
-        self._config = LaunchConfig()
-        self._config.block[:] = (kernel.threads, 1, 1)
-        self._config.shared = kernel.shared
-
-    def run(self, stream: Stream, programs: int) -> None:
-        self._config.grid[:] = (programs, 1, 1)
-        self._config.stream = stream.handle
-        launch(self._config, self._function.handle, self._parameters)
-
-    def close(self) -> None:
-        self._function.close()
-
-
 class Slot:
-    """Pinned memory for one step in flight: what the GPU reads and writes by itself."""
+    """Page-locked memory for one step in flight: what the GPU reads and writes by itself."""
 
     def __init__(self, rows: int, input_bytes: int) -> None:
         self.inputs = PinnedMemory(input_bytes)
@@ -59,24 +39,36 @@ class Slot:
             memory.close()
 
 
+def sampler_bytes(rows: int, vocab: int) -> int:
+    """Device memory that sampling takes."""
+    pieces = Pieces.of(vocab)
+    return 4 * rows + 4 * rows * pieces.count * (4 + 2 * pieces.room)
+
+
 class DeviceSampler:
     """Takes tokens from ``logits`` (an address), at most ``rows`` a step."""
 
-    def __init__(self, code: Code, root: Path, rows: int, logits: int, ids: int) -> None:
+    def __init__(self, code: Code, root: Path, rows: int, vocab: int, logits: int) -> None:
+        self._pieces = pieces = Pieces.of(vocab)
         self._stride = align(4 * rows)
-        self._parameters = Memory(len(_FIELDS) * self._stride)
+        part = 4 * rows * pieces.count
+        self._memory = [Memory(part) for _ in range(4)] + [Memory(part * pieces.room) for _ in range(2)]
         self._tokens = Memory(4 * rows)
-        places = [self._parameters.address + i * self._stride for i in range(len(_FIELDS))]
-        arguments = [logits, *places, self._tokens.address]
-        self._sample = _Kernel(code, code.sampler, root, [C.c_uint64(a) for a in arguments])
-        self._count = C.c_int32()
-        known = [C.c_uint64(ids), C.c_uint64(self._tokens.address), self._count]
-        self._resolve = _Kernel(code, code.resolve, root, known)
+        self._parameters = [C.c_uint64() for _ in _FIELDS]
+        self._host_tokens = C.c_uint64()
+        top, at, *rest = [C.c_uint64(m.address) for m in self._memory]
+        at_logits, tokens = C.c_uint64(logits), C.c_uint64(self._tokens.address)
+        self._scan, self._weigh, self._choose = (
+            EngineKernel(code, root, name) for name in ("scan", "weigh", "choose")
+        )
+        self._scan.bind([at_logits, top, at])
+        self._weigh.bind([at_logits, *self._parameters[:4], top, *rest])
+        self._choose.bind([at_logits, *self._parameters, top, at, *rest, tokens, self._host_tokens])
 
-    def resolve(self, stream: Stream, tokens: int) -> None:
-        """Replace placeholders in the step's ids by what the step before has sampled."""
-        self._count.value = tokens
-        self._resolve.run(stream, -(-tokens // RESOLVE_BLOCK))
+    @property
+    def tokens_address(self) -> int:
+        """Where the tokens of the step that samples next will be, and those of the one before are."""
+        return self._tokens.address
 
     def sample(self, stream: Stream, inputs: SamplingInputs, rows: int, slot: Slot) -> None:
         """Sample ``rows`` rows; their tokens arrive in ``slot``."""
@@ -84,10 +76,15 @@ class DeviceSampler:
         for i, name in enumerate(_FIELDS):
             values = getattr(inputs, name)
             staged[i * self._stride : i * self._stride + 4 * rows] = values.view(np.uint8)
-        stream.copy_in(self._parameters.address, slot.parameters.address, len(_FIELDS) * self._stride)
-        self._sample.run(stream, rows)
-        stream.copy_out(slot.tokens.address, self._tokens.address, 4 * rows)
+            self._parameters[i].value = slot.parameters.address + i * self._stride
+        self._host_tokens.value = slot.tokens.address
+        self._scan.run(stream, rows, self._pieces.count)
+        if inputs.temperature_N.any():
+            self._weigh.run(stream, rows, self._pieces.count)
+        self._choose.run(stream, rows)
 
     def close(self) -> None:
-        for part in (self._sample, self._resolve, self._parameters, self._tokens):
-            part.close()
+        for kernel in (self._scan, self._weigh, self._choose):
+            kernel.close()
+        for memory in (*self._memory, self._tokens):
+            memory.close()

@@ -1,14 +1,21 @@
-"""Next tokens from logits in Triton: one program a row, the rules of ``reference``, no sort.
+"""Next tokens from logits in Triton, by the rules of ``reference`` and without a sort.
 
-top_k and top_p need the value of the last token that stays. It is found by halving an interval of the
-logits' bit patterns, which are ordered as the logits are: 32 passes over the row, which lies in L2. Tokens
-that have just this value stay in the order of their index, as many as the rules let.
+Three kernels. ``scan``: the largest logit of each piece of a row. ``weigh``: for rows that draw, the sum of
+each piece's weights, and for those with top_k or top_p its *candidates*: tokens that weigh at least e^-12 of
+the largest, in the order of their index. ``choose``: the token of a row. top_k and top_p need the value of
+the last token that stays: it is found by halving an interval of the logits' bit patterns, which are ordered
+as the logits are; over the candidates, a few hundred as a rule, or where these do not reach (they are too
+many for their place, or weigh too little) over the row. Tokens that have just this value stay in the order
+of their index, as many as the rules let.
 
 Sums run in float32 here and in float64 on the host: near a boundary another token may be drawn.
 """
 
 import triton
 import triton.language as tl
+
+#: Candidates lie within this many temperatures of the largest logit.
+REACH = tl.constexpr(12.0)
 
 
 @triton.jit
@@ -19,137 +26,263 @@ def _ordered(values):
 
 
 @triton.jit
-def _load(row, start, V: tl.constexpr, BLOCK: tl.constexpr):
+def _load(row, start, n, BLOCK: tl.constexpr):
     """A piece of a row, NaN as minus infinity, minus infinity past its end."""
     i = start + tl.arange(0, BLOCK)
-    values = tl.load(row + i, mask=i < V, other=float("-inf"))
+    values = tl.load(row + i, mask=i < n, other=float("-inf"))
     return tl.where(values == values, values, float("-inf"))
 
 
 @triton.jit
-def _above(row, key, top, t, V: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens have keys of at least ``key``, and the sum of their weights."""
+def _largest(part_max, n, PIECES: tl.constexpr, PIECES_2: tl.constexpr):
+    """A row's largest logit; NaN where it has one that is not finite."""
+    p = tl.arange(0, PIECES_2)
+    tops = tl.load(part_max + n * PIECES + p, mask=p < PIECES, other=float("-inf"))
+    broken = tl.max((tops != tops).to(tl.int32), 0) > 0
+    top = tl.max(tl.where(tops == tops, tops, float("-inf")), 0)
+    return tl.where(broken | (top == float("-inf")), float("nan"), top)
+
+
+@triton.jit
+def scan(logits, part_max, part_at, V: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr):
+    """Of a piece of a row: the largest logit (NaN: one is NaN or infinite), and the first index with it."""
+    n = tl.program_id(0)
+    piece = tl.program_id(1)
+    i = piece * PIECE + tl.arange(0, PIECE)
+    values = tl.load(logits + n.to(tl.int64) * V + i, mask=i < V, other=float("-inf"))
+    broken = tl.max(((values != values) | (values == float("inf"))).to(tl.int32), 0) > 0
+    top = tl.max(tl.where(values == values, values, float("-inf")), 0)
+    at = tl.min(tl.where(values == top, i, V), 0)
+    tl.store(part_max + n * PIECES + piece, tl.where(broken, float("nan"), top))
+    tl.store(part_at + n * PIECES + piece, at)
+
+
+@triton.jit
+def weigh(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    part_max,
+    part_sum,
+    part_count,
+    candidate,
+    candidate_at,
+    V: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECES_2: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    n = tl.program_id(0)
+    piece = tl.program_id(1)
+    t = tl.load(temperature + n)
+    top = _largest(part_max, n, PIECES, PIECES_2)
+    if (t == 0.0) | (top != top):
+        return
+    k = tl.load(top_k + n)
+    cuts = ((k > 0) & (k < V)) | (tl.load(top_p + n) < 1.0)
+    values = _load(logits + n.to(tl.int64) * V, piece * PIECE, V, PIECE)
+    w = tl.exp((values - top) / t)
+    part = n * PIECES + piece
+    if cuts:
+        tl.store(part_sum + part, tl.sum(w, 0))
+        near = (values >= top - REACH * t).to(tl.int32)
+        place = tl.cumsum(near, 0) - 1
+        room = (near > 0) & (place < ROOM)
+        here = part.to(tl.int64) * ROOM + place
+        tl.store(candidate + here, values, mask=room)
+        tl.store(candidate_at + here, piece * PIECE + tl.arange(0, PIECE), mask=room)
+        tl.store(part_count + part, tl.sum(near, 0))
+    else:
+        tl.store(part_sum + part, tl.sum(tl.where(w >= tl.load(min_p + n), w, 0.0), 0))
+
+
+@triton.jit
+def _above(row, n, key, top, t, BLOCK: tl.constexpr):
+    """How many of ``n`` logits have keys of at least ``key``, and the sum of their weights."""
     count = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        values = _load(row, start, V, BLOCK)
-        stays = _ordered(values) >= key
+    for start in range(0, n, BLOCK):
+        values = _load(row, start, n, BLOCK)
+        stays = (_ordered(values) >= key) & (start + tl.arange(0, BLOCK) < n)
         count += stays.to(tl.int32)
         total += tl.where(stays, tl.exp((values - top) / t), 0.0)
     return tl.sum(count, 0), tl.sum(total, 0)
 
 
 @triton.jit
-def sample(
+def _limits(row, n, least, top, t, k, p, everything, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens of the row whose key is above the first result stay, and of those at it as many as the second.
+
+    ``least``: a key that none of the row's is below; ``everything``: the sum of all weights.
+    """
+    edge = least.to(tl.int64)
+    ties = tl.full([], V, tl.int32)
+    kept = everything
+    end = _ordered(top).to(tl.int64) + 1
+    if (k > 0) & (k < V):
+        low, high = edge, end
+        while high - low > 1:  # the largest key that at least k tokens reach
+            middle = (low + high) >> 1
+            count, total = _above(row, n, middle.to(tl.int32), top, t, BLOCK)
+            low = tl.where(count >= k, middle, low)
+            high = tl.where(count >= k, high, middle)
+        edge = low
+        more, above = _above(row, n, (edge + 1).to(tl.int32), top, t, BLOCK)
+        count, reached = _above(row, n, edge.to(tl.int32), top, t, BLOCK)
+        ties = k - more
+        kept = above + (reached - above) * ties / (count - more)
+    if p < 1.0:
+        wanted = p * kept
+        low, high = edge, end
+        while high - low > 1:  # the largest key whose tokens and larger ones weigh enough
+            middle = (low + high) >> 1
+            count, total = _above(row, n, middle.to(tl.int32), top, t, BLOCK)
+            low = tl.where(total >= wanted, middle, low)
+            high = tl.where(total >= wanted, high, middle)
+        more, above = _above(row, n, (low + 1).to(tl.int32), top, t, BLOCK)
+        count, reached = _above(row, n, low.to(tl.int32), top, t, BLOCK)
+        each = (reached - above) / tl.maximum(count - more, 1)
+        needed = tl.ceil((wanted - above) / tl.maximum(each, 1e-38)).to(tl.int32)
+        limit = tl.where(low == edge, ties, V)
+        edge = low
+        ties = tl.minimum(tl.maximum(needed, tl.where(more > 0, 0, 1)), limit)
+    return edge.to(tl.int32), ties
+
+
+@triton.jit
+def _draw(row, n, edge, ties, least, top, t, uniform, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Index in the row at which the running sum of what stays exceeds ``uniform`` of its sum; -1: none."""
+    total = tl.zeros([], tl.float32)
+    seen = tl.zeros([], tl.int32)
+    for start in range(0, n, BLOCK):
+        values = _load(row, start, n, BLOCK)
+        keys = _ordered(values)
+        tied = ((keys == edge) & (start + tl.arange(0, BLOCK) < n)).to(tl.int32)
+        w = tl.exp((values - top) / t)
+        stays = (keys > edge) | ((tied > 0) & (seen + tl.cumsum(tied, 0) <= ties))
+        total += tl.sum(tl.where(stays & (w >= least), w, 0.0), 0)
+        seen += tl.sum(tied, 0)
+    goal = uniform * total
+    running = tl.zeros([], tl.float32)
+    seen = tl.zeros([], tl.int32)
+    chosen = tl.full([], -1, tl.int32)
+    for start in range(0, n, BLOCK):
+        if chosen < 0:
+            values = _load(row, start, n, BLOCK)
+            keys = _ordered(values)
+            i = start + tl.arange(0, BLOCK)
+            tied = ((keys == edge) & (i < n)).to(tl.int32)
+            w = tl.exp((values - top) / t)
+            stays = (keys > edge) | ((tied > 0) & (seen + tl.cumsum(tied, 0) <= ties))
+            w = tl.where(stays & (w >= least), w, 0.0)
+            first = tl.min(tl.where((running + tl.cumsum(w, 0) > goal) & (w > 0.0), i, V), 0)
+            chosen = tl.where(first < V, first, chosen)
+            running += tl.sum(w, 0)
+            seen += tl.sum(tied, 0)
+    return chosen
+
+
+@triton.jit
+def choose(
     logits,
     temperature,
     top_k,
     top_p,
     min_p,
     uniform,
+    part_max,
+    part_at,
+    part_sum,
+    part_count,
+    candidate,
+    candidate_at,
     tokens,
+    tokens_host,
     V: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECES_2: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The token of row ``program_id(0)``, here and on the host; -1: its logits are not finite."""
     n = tl.program_id(0)
-    row = logits + n.to(tl.int64) * V
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    where = tl.zeros([BLOCK], tl.int32)
-    broken = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, V, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        raw = tl.load(row + i, mask=i < V, other=float("-inf"))
-        broken |= ((raw != raw) | (raw == float("inf"))).to(tl.int32)
-        larger = raw > best
-        best = tl.where(larger, raw, best)
-        where = tl.where(larger, i, where)
-    top = tl.max(best, 0)
-    greedy = tl.min(tl.where(best == top, where, V), 0)
-    if (tl.max(broken, 0) > 0) | (top == float("-inf")):
-        tl.store(tokens + n, -1)
-        return
+    p = tl.arange(0, PIECES_2)
+    part = n * PIECES + p
+    inside = p < PIECES
+    top = _largest(part_max, n, PIECES, PIECES_2)
+    tops = tl.load(part_max + part, mask=inside, other=float("-inf"))
+    at = tl.load(part_at + part, mask=inside, other=V)
+    token = tl.min(tl.where((tops == top) & inside, at, V), 0)
     t = tl.load(temperature + n)
-    if t == 0.0:
-        tl.store(tokens + n, greedy)
-        return
-    k = tl.load(top_k + n)
-    p = tl.load(top_p + n)
-    # Tokens whose key is above ``edge`` stay, and the first ``ties`` of those at it.
-    edge = tl.full([], -2147483648, tl.int32)
-    ties = tl.full([], V, tl.int32)
-    count, kept = _above(row, edge, top, t, V, BLOCK)
-    if (k > 0) & (k < V):
-        low = tl.full([], -2147483648, tl.int64)
-        high = tl.full([], 2147483648, tl.int64)
-        for _step in range(32):  # the largest key that at least k tokens reach
-            middle = (low + high) >> 1
-            count, total = _above(row, middle.to(tl.int32), top, t, V, BLOCK)
-            low = tl.where(count >= k, middle, low)
-            high = tl.where(count >= k, high, middle)
-        edge = low.to(tl.int32)
-        more, above = _above(row, (low + 1).to(tl.int32), top, t, V, BLOCK)
-        ties = k - more
-        count, reached = _above(row, edge, top, t, V, BLOCK)
-        kept = above + (reached - above) * ties / (count - more)
-    if p < 1.0:
-        wanted = p * kept
-        low = edge.to(tl.int64)
-        high = tl.full([], 2147483648, tl.int64)
-        for _step in range(32):  # the largest key whose tokens and larger ones weigh enough
-            middle = (low + high) >> 1
-            count, total = _above(row, middle.to(tl.int32), top, t, V, BLOCK)
-            enough = (total >= wanted) & (middle > low)
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough | (middle == low), high, middle)
-        key = low.to(tl.int32)
-        more, above = _above(row, (low + 1).to(tl.int32), top, t, V, BLOCK)
-        count, reached = _above(row, key, top, t, V, BLOCK)
-        each = (reached - above) / tl.maximum(count - more, 1)
-        needed = tl.ceil((wanted - above) / tl.maximum(each, 1e-38)).to(tl.int32)
-        limit = tl.where(key == edge, ties, V)
-        edge = key
-        ties = tl.minimum(tl.maximum(needed, tl.where(more > 0, 0, 1)), limit)
-    least = tl.load(min_p + n)
-    total = tl.zeros([], tl.float32)
-    seen = tl.zeros([], tl.int32)
-    for start in range(0, V, BLOCK):
-        values = _load(row, start, V, BLOCK)
-        keys = _ordered(values)
-        tied = (keys == edge).to(tl.int32)
-        rank = seen + tl.cumsum(tied, 0)
-        w = tl.exp((values - top) / t)
-        stays = (keys > edge) | ((tied > 0) & (rank <= ties))
-        total += tl.sum(tl.where(stays & (w >= least), w, 0.0), 0)
-        seen += tl.sum(tied, 0)
-    goal = tl.load(uniform + n) * total
-    running = tl.zeros([], tl.float32)
-    seen = tl.zeros([], tl.int32)
-    chosen = greedy
-    found = tl.zeros([], tl.int32)
-    for start in range(0, V, BLOCK):
-        if found == 0:
-            values = _load(row, start, V, BLOCK)
-            keys = _ordered(values)
-            tied = (keys == edge).to(tl.int32)
-            rank = seen + tl.cumsum(tied, 0)
-            w = tl.exp((values - top) / t)
-            stays = (keys > edge) | ((tied > 0) & (rank <= ties))
-            w = tl.where(stays & (w >= least), w, 0.0)
-            sums = running + tl.cumsum(w, 0)
-            i = start + tl.arange(0, BLOCK)
-            first = tl.min(tl.where((sums > goal) & (w > 0.0), i, V), 0)
-            if first < V:
-                chosen = first
-                found = tl.full([], 1, tl.int32)
-            running += tl.sum(w, 0)
-            seen += tl.sum(tied, 0)
-    tl.store(tokens + n, chosen)
-
-
-@triton.jit
-def resolve(ids, sampled, n, BLOCK: tl.constexpr):
-    """Token ids below zero stand for tokens that the step before has sampled: -1 for row 0, -2 for row 1."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(ids + i, mask=i < n, other=0)
-    waits = (token < 0) & (i < n)
-    tl.store(ids + i, tl.load(sampled - token - 1, mask=waits, other=0), mask=waits)
+    if top != top:
+        token = tl.full([], -1, tl.int32)
+    elif t != 0.0:
+        row = logits + n.to(tl.int64) * V
+        k = tl.load(top_k + n)
+        share = tl.load(top_p + n)
+        least = tl.load(min_p + n)
+        u = tl.load(uniform + n)
+        sums = tl.load(part_sum + part, mask=inside, other=0.0)
+        everything = tl.sum(sums, 0)
+        if ((k > 0) & (k < V)) | (share < 1.0):
+            counts = tl.load(part_count + part, mask=inside, other=0)
+            found = tl.sum(counts, 0)
+            fits = tl.max(counts, 0) <= ROOM
+            if fits:  # move the pieces' candidates together
+                base = n.to(tl.int64) * (PIECES * ROOM)
+                end = tl.sum(tl.where(p < 1, counts, 0), 0)
+                for piece in range(1, PIECES):
+                    count = tl.sum(tl.where(p == piece, counts, 0), 0)
+                    for start in range(0, count, BLOCK):
+                        j = start + tl.arange(0, BLOCK)
+                        source = base + piece * ROOM + j
+                        value = tl.load(candidate + source, mask=j < count)
+                        index = tl.load(candidate_at + source, mask=j < count)
+                        tl.debug_barrier()
+                        tl.store(candidate + base + end + j, value, mask=j < count)
+                        tl.store(candidate_at + base + end + j, index, mask=j < count)
+                        tl.debug_barrier()
+                    end += count
+                few = candidate + base
+                count, weight = _above(few, found, tl.full([], -2147483648, tl.int32), top, t, BLOCK)
+                fits = tl.where((k > 0) & (k < V), found >= k, weight >= share * everything)
+            if fits:
+                few = candidate + n.to(tl.int64) * (PIECES * ROOM)
+                # Less a little: -0.0 is not below 0.0, and its key is.
+                lowest = _ordered(top - REACH * t) - 64
+                edge, ties = _limits(few, found, lowest, top, t, k, share, everything, V, BLOCK)
+                drawn = _draw(few, found, edge, ties, least, top, t, u, V, BLOCK)
+                if drawn >= 0:
+                    token = tl.load(candidate_at + n.to(tl.int64) * (PIECES * ROOM) + drawn)
+            else:
+                lowest = tl.full([], -2147483648, tl.int32)
+                edge, ties = _limits(row, V, lowest, top, t, k, share, everything, V, BLOCK)
+                drawn = _draw(row, V, edge, ties, least, top, t, u, V, BLOCK)
+                if drawn >= 0:
+                    token = drawn
+        else:
+            # The piece in which the running sum gets there, and the place in it.
+            goal = u * everything
+            ends = tl.cumsum(sums, 0)
+            piece = tl.min(tl.where((ends > goal) & (sums > 0.0) & inside, p, PIECES), 0)
+            if piece < PIECES:
+                running = tl.sum(tl.where(p < piece, sums, 0.0), 0)
+                found = tl.full([], 0, tl.int32)
+                last = token
+                for start in range(0, PIECE, BLOCK):
+                    if found == 0:
+                        values = _load(row, piece * PIECE + start, V, BLOCK)
+                        w = tl.exp((values - top) / t)
+                        w = tl.where(w >= least, w, 0.0)
+                        i = piece * PIECE + start + tl.arange(0, BLOCK)
+                        first = tl.min(tl.where((running + tl.cumsum(w, 0) > goal) & (w > 0.0), i, V), 0)
+                        found = (first < V).to(tl.int32)
+                        last = tl.where(first < V, first, tl.max(tl.where(w > 0.0, i, 0), 0))
+                        running += tl.sum(w, 0)
+                token = last
+    tl.store(tokens + n, token)
+    tl.store(tokens_host + n, token)

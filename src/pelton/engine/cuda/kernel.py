@@ -1,0 +1,37 @@
+"""A kernel that every engine carries besides its plan's, with its arguments by position."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pelton.engine.cuda.code import Code
+from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, launch
+
+
+class EngineKernel:
+    """Kernel ``name`` of ``Code.step_kernels``."""
+
+    def __init__(self, code: Code, root: Path, name: str) -> None:
+        kernel = code.kernels[code.step_kernels[name]]
+        self._function = Function((root / kernel.file).read_bytes(), kernel.name, kernel.shared)
+        self._scratch = kernel.scratch
+        self._config = LaunchConfig()
+        self._config.block[:] = (kernel.threads, 1, 1)
+        self._config.shared = kernel.shared
+
+    def bind(self, values: Sequence[Any]) -> None:
+        """Its arguments: C numbers, read at each launch."""
+        self._values = [*values, *(C.c_uint64(0) for _ in range(self._scratch))]
+        self._parameters = (C.c_void_p * len(self._values))(*map(C.addressof, self._values))
+
+    def run(self, stream: Stream, programs: int, more: int = 1) -> None:
+        """Launch ``programs`` x ``more`` of them."""
+        self._config.grid[:] = (programs, more, 1)
+        self._config.stream = stream.handle
+        launch(self._config, self._function.handle, self._parameters)
+
+    def close(self) -> None:
+        self._function.close()

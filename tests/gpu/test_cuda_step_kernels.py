@@ -1,0 +1,20 @@
+"""The kernels around a plan's, on a GPU: a step's inputs in, tokens out."""
+
+from __future__ import annotations
+
+import pytest
+
+from pelton.builder.target import gpu_available
+from tests.kernels.sampling_cases import check
+from tests.kernels.stage_reference import stage_cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpu_available(), reason="no GPU")]
+
+
+@pytest.mark.parametrize("vocab", [50, 257, 20000, 128256])
+def test_the_sampler_is_the_host_s(vocab: int) -> None:
+    assert check("cuda", vocab)
+
+
+def test_inputs_are_laid_out() -> None:
+    assert stage_cases("cuda")

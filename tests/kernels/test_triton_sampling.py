@@ -1,0 +1,27 @@
+"""The sampler of GPUs and what brings a step's inputs in, in Triton's interpreter; see also ``tests/gpu``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.kernels.test_cuda_tactics import run
+
+pytest.importorskip("triton")
+
+SAMPLE = """
+from tests.kernels.sampling_cases import check
+print("checked", sum(check("cpu", vocab) for vocab in (50, 257, 20000)))
+"""
+STAGE = """
+from tests.kernels.stage_reference import stage_cases
+print("checked", stage_cases("cpu"))
+"""
+
+
+@pytest.mark.parametrize(("program", "cases"), [(SAMPLE, 540), (STAGE, 3)])
+def test_kernels_do_as_their_reference(program: str, cases: int, tmp_path: Path) -> None:
+    assert f"checked {cases}" in run(program, tmp_path, TRITON_INTERPRET="1", PYTHONPATH=PATH)
+
+
+PATH = ":".join(str(Path(__file__).parents[2] / part) for part in ("src", "."))
