@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pelton.builder.target import gpu_available
+from tests.kernels.edit_cases import check_edits, check_logprobs
 from tests.kernels.sampling_cases import check
 from tests.kernels.stage_reference import stage_cases
 
@@ -18,3 +19,9 @@ def test_the_sampler_is_the_host_s(vocab: int) -> None:
 
 def test_inputs_are_laid_out() -> None:
     assert stage_cases("cuda")
+
+
+@pytest.mark.parametrize("vocab", [50, 9000, 128256])
+def test_edits_and_log_probabilities_are_the_host_s(vocab: int) -> None:
+    assert check_edits("cuda", vocab)
+    assert check_logprobs("cuda", vocab)

@@ -14,7 +14,7 @@ def stage_reference(
     starts, shifts = packed[:SEGMENTS], packed[SEGMENTS : 2 * SEGMENTS]
     values = packed[2 * SEGMENTS : 2 * SEGMENTS + n].copy()
     waits = np.flatnonzero(values[:ids] < 0)
-    values[waits] = sampled[-values[waits] - 1]
+    values[waits] = np.maximum(sampled[-values[waits] - 1], 0)
     for i in range(n):
         inputs[i + shifts[np.flatnonzero(starts <= i)[-1]]] = values[i]
     rest = packed[2 * SEGMENTS + n :][: 2 * pairs]
@@ -45,6 +45,7 @@ def stage_cases(device: str) -> int:
         packed[2 * SEGMENTS + n :: 2] = table + rng.permutation(max(1, pairs))[:pairs]
         want = np.full(table + pairs + 5, -5, np.int32)
         sampled = rng.integers(100, 200, 9).astype(np.int32)
+        sampled[4] = -1  # nothing could be sampled
         tensors = {
             "packed": torch.from_numpy(packed).to(device),
             "inputs": torch.from_numpy(want.copy()).to(device),

@@ -13,13 +13,17 @@ SAMPLE = """
 from tests.kernels.sampling_cases import check
 print("checked", sum(check("cpu", vocab) for vocab in (50, 257, 20000)))
 """
+EDIT = """
+from tests.kernels.edit_cases import check_edits, check_logprobs
+print("checked", sum(check_edits("cpu", vocab) + check_logprobs("cpu", vocab) for vocab in (50, 9000)))
+"""
 STAGE = """
 from tests.kernels.stage_reference import stage_cases
 print("checked", stage_cases("cpu"))
 """
 
 
-@pytest.mark.parametrize(("program", "cases"), [(SAMPLE, 540), (STAGE, 3)])
+@pytest.mark.parametrize(("program", "cases"), [(SAMPLE, 540), (EDIT, 26), (STAGE, 3)])
 def test_kernels_do_as_their_reference(program: str, cases: int, tmp_path: Path) -> None:
     assert f"checked {cases}" in run(program, tmp_path, TRITON_INTERPRET="1", PYTHONPATH=PATH)
 

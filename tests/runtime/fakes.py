@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from pelton.engine.batch import InputBatch, StepResult
-from pelton.engine.batch_sampling import SamplingInputs
+from pelton.engine.batch_sampling import (
+    ALL_EXCLUDED,
+    NOT_FINITE,
+    LogitsEdits,
+    SamplingInputs,
+    SequenceEdits,
+    StepLogprobs,
+)
 from pelton.engine.config import BuildConfig, EngineConfig, KVGroup, MemoryPlan, ModelConfig
 from pelton.kernels.sampling import reference
 
@@ -270,23 +277,32 @@ class SubmittingSession(FakeSession):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sampled = np.zeros(0, np.int32)
-        self.in_flight = 0
+        self.edits = FakeEdits()
+        self.in_flight = self.num_submits = 0
 
     def submit(self, batch: InputBatch, sampling: SamplingInputs) -> FakePending:
         assert self.in_flight < 2, "three steps in flight"
+        self.num_submits += 1
         ids = batch.input_ids_T
         waits = ids < 0
         resolved = np.where(waits, self._sampled[np.where(waits, -1 - ids, 0)] if waits.any() else 0, ids)
+        resolved = np.maximum(resolved, 0)  # of a row without a token: nobody reads what comes of it
         logits_NV = self.run(replace(batch, input_ids_T=resolved.astype(np.int32))).logits_NV
         assert len(logits_NV) == len(sampling.temperature_N)
+        raw_NV, logits_NV = logits_NV, logits_NV.copy()
+        if sampling.edits is not None:
+            self.edits.apply(logits_NV, sampling.edits, self._sampled)
         self._sampled = np.array([self._draw(row, sampling, n) for n, row in enumerate(logits_NV)], np.int32)
+        if sampling.edits is not None:
+            self.edits.count(sampling.edits, self._sampled)
         self.in_flight += 1
-        return FakePending(self, self._sampled)
+        return FakePending(self, self._sampled, raw_NV, sampling.logprobs_N)
 
     @staticmethod
     def _draw(logits_V: np.ndarray[Any, Any], sampling: SamplingInputs, n: int) -> int:
-        if not np.isfinite(logits_V.max()):
-            return -1
+        top = logits_V.max()
+        if not np.isfinite(top):
+            return ALL_EXCLUDED if top == -np.inf else NOT_FINITE
         t = sampling.temperature_N[n]
         if t == 0:
             return int(logits_V.argmax())
@@ -294,12 +310,75 @@ class SubmittingSession(FakeSession):
         return reference._choose(logits_V, t, *limits, float(sampling.uniform_N[n]))
 
 
+class FakeEdits:
+    """What a device keeps of edited sequences, by seat, and does to their logits."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, SequenceEdits] = {}
+        self._counts: dict[int, dict[int, int]] = {}
+
+    def apply(
+        self, logits_NV: np.ndarray[Any, Any], edits: LogitsEdits, before: np.ndarray[Any, Any]
+    ) -> None:
+        for state in edits.begins:
+            counts = dict(zip(state.token_ids.tolist(), state.counts.tolist(), strict=True))
+            if state.unknown:
+                token = int(before[-1 - state.unknown])
+                counts[token] = counts.get(token, 0) + 1
+            self._states[state.seat], self._counts[state.seat] = state, counts
+        for n, seat in enumerate(edits.seat_N.tolist()):
+            if seat >= 0:
+                self._edit(logits_NV[n], n, edits, self._states[seat], self._counts[seat])
+
+    @staticmethod
+    def _edit(
+        row_V: np.ndarray[Any, Any], n: int, edits: LogitsEdits, state: SequenceEdits, counts: dict[int, int]
+    ) -> None:
+        row_V[state.bias_ids] += state.bias
+        if edits.short_N[n]:
+            row_V[state.end_ids] = -np.inf
+        again, often, once = edits.repetition_N[n], edits.frequency_N[n], edits.presence_N[n]
+        for token, number in counts.items():
+            x, times = row_V[token], np.float32(number & 0x7FFF)
+            x = x / again if x > 0 else x * again
+            row_V[token] = x - often * times - once * np.float32(times > 0)
+        if edits.masked_N[n]:
+            assert state.allowed_ids is not None
+            banned = np.ones(len(row_V), bool)
+            banned[state.allowed_ids] = False
+            row_V[banned] = -np.inf
+
+    def count(self, edits: LogitsEdits, tokens: np.ndarray[Any, Any]) -> None:
+        for seat, token in zip(edits.seat_N.tolist(), tokens.tolist(), strict=True):
+            if seat >= 0 and token >= 0:
+                counts = self._counts[seat]
+                counts[token] = counts.get(token, 0) + 1
+
+
 class FakePending:
-    def __init__(self, session: SubmittingSession, tokens: np.ndarray[Any, Any]) -> None:
+    def __init__(
+        self,
+        session: SubmittingSession,
+        tokens: np.ndarray[Any, Any],
+        raw_NV: np.ndarray[Any, Any] | None = None,
+        wanted_N: np.ndarray[Any, Any] | None = None,
+    ) -> None:
         self._session, self._tokens, self._taken = session, tokens, False
+        self._raw_NV, self._wanted_N = raw_NV, wanted_N
 
     def tokens(self) -> np.ndarray[Any, Any]:
         if not self._taken:
             self._taken = True
             self._session.in_flight -= 1
         return self._tokens
+
+    def logprobs(self) -> StepLogprobs | None:
+        assert self._taken
+        if self._wanted_N is None:
+            return None
+        assert self._raw_NV is not None
+        most = min(20, self._raw_NV.shape[1])
+        chosen, ranks, ids, values = reference.log_softmax_topk(
+            self._raw_NV, np.maximum(self._tokens, 0), most
+        )
+        return StepLogprobs(chosen_N=chosen, ranks_N=ranks, token_ids_Nk=ids, logprobs_Nk=values)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 
+from pelton.runtime.ahead import needs_host
 from pelton.runtime.executor import Executor
+from pelton.runtime.request import Request
 from pelton.runtime.scheduled import ScheduledSequence, StepArrays
 from pelton.runtime.sequence import Sequence
-from tests.runtime.fakes import SubmittingSession, fake_config, reference_answer
+from tests.runtime.fakes import FakeSession, SubmittingSession, fake_config, reference_answer
 from tests.runtime.test_executor import assert_idle, drain, make_request, tokens_of
 
 
@@ -86,3 +91,77 @@ def test_a_step_in_the_order_of_seats_keeps_what_belongs_together(seats: list[in
         i = seats.index(step.seats_B[b])
         assert sequence.request_id == f"r{i}"
         assert (step.starts_B[b], step.counts_B[b], step.samples_B[b]) == (i, i + 1, i % 2 == 0)
+
+
+EDITS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.6},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.4},
+    {"frequency_penalty": -0.7, "temperature": 1.0},
+    {"logit_bias": {3: 4.0, 9: -6.0, 11: 2.5}, "repetition_penalty": 0.7},
+    {"allowed_token_ids": (4, 8, 15, 16, 23, 42)},
+    {"min_tokens": 6, "stop_token_ids": tuple(range(0, 50, 2))},
+    {"logprobs": 3},
+    {"logprobs": 0, "repetition_penalty": 2.0, "temperature": 0.9, "top_k": 8},
+    {"stop_token_ids": tuple(range(0, 50, 3)), "logprobs": 1},
+]
+
+
+def everyone(kind: type[FakeSession], blocks: int, *more: Request) -> tuple[Executor, dict[str, object]]:
+    """The updates of a crowd with all kinds of edits, and of ``more``."""
+    session = kind(fake_config(max_batch_size=4, max_num_tokens=12, max_seq_len=48), blocks)
+    executor, rng = Executor(session), np.random.default_rng(3)
+    answers: dict[str, list[object]] = {}
+    waiting = [*more]
+    for i in range(3 * len(EDITS)):
+        prompt = rng.integers(0, 50, int(rng.integers(1, 14))).tolist()
+        length = int(rng.integers(1, 16))
+        length = max(length, int(EDITS[i % len(EDITS)].get("min_tokens", 0)))
+        params: dict[str, Any] = {"max_tokens": length, "seed": i, "priority": int(rng.integers(0, 3))}
+        waiting.append(make_request(f"r{i}", prompt, **params, **EDITS[i % len(EDITS)]))
+    while waiting or executor.has_work:
+        for _ in range(int(rng.integers(0, 3))):
+            if waiting:
+                executor.add(waiting.pop())
+        for u in executor.step():
+            got = answers.setdefault(u.request_id, [])
+            logprobs = [(p.token_ids, p.rank, np.round(p.logprobs, 4).tolist()) for p in u.logprobs]
+            got.append((u.new_token_ids, logprobs, u.finish_reason, u.stop_reason))
+    return executor, {name: [u for u in got if u != ((), [], None, None)] for name, got in answers.items()}
+
+
+@pytest.mark.parametrize("blocks", [14, 60])
+@pytest.mark.parametrize("host_s", [False, True])
+def test_edited_and_scored_requests_answer_as_if_the_host_sampled(blocks: int, host_s: bool) -> None:
+    """Few blocks: with preemption. ``host_s``: with requests between that need the host, so that all do."""
+    more = []
+    if host_s:
+        more = [make_request(f"h{i}", [5, 6, 7 + i], max_tokens=3, prompt_logprobs=1) for i in range(4)]
+    host, expected = everyone(FakeSession, blocks, *more)
+    ahead, got = everyone(SubmittingSession, blocks, *more)
+    assert got == expected
+    assert host.stats().preemptions > 0
+    assert isinstance(ahead.session, SubmittingSession)
+    assert ahead.session.num_submits > 20, "they must run ahead"
+
+
+def test_edited_requests_do_not_need_the_host_but_bad_words_of_two_tokens_do() -> None:
+    def one(bad: tuple[tuple[int, ...], ...] = (), **sampling: Any) -> Sequence:
+        request = msgspec.structs.replace(make_request("r", [1, 2], **sampling), bad_word_ids=bad)
+        kv = Executor(FakeSession()).kv.new_sequence()
+        return Sequence(request, max_tokens=8, eos_token_ids=(), arrival_index=0, kv=kv, keys=None)
+
+    assert not any(needs_host(one(**edits)) for edits in EDITS)
+    assert not needs_host(one(((5,), (6,))))
+    assert needs_host(one(((5, 6),)))
+    assert needs_host(one(prompt_logprobs=0))
+    assert needs_host(one(logit_bias=dict.fromkeys(range(2000), 1.0)))
+
+
+def test_a_sequence_whose_every_token_is_excluded_is_told_so() -> None:
+    executor = Executor(SubmittingSession())
+    executor.add(make_request("a", [1, 2], allowed_token_ids=(7,), logit_bias={7: -np.inf}))
+    executor.add(make_request("b", [1, 2], allowed_token_ids=(7,), max_tokens=3))
+    updates = drain(executor)
+    assert "exclude every token" in (updates["a"][-1].error or "")
+    assert tokens_of(updates["b"]) == [7, 7, 7]

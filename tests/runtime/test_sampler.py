@@ -37,10 +37,9 @@ def make_sequence(
     sequence = Sequence(
         request, max_tokens=64, eos_token_ids=(EOS,), arrival_index=0, kv=SequenceKV(1, 1), keys=None
     )
-    processor = sequence.processor = LogitsProcessor(sequence)
+    sequence.processor = LogitsProcessor(sequence)
     for token in output or []:
         sequence.append(token)
-        processor.add(token)
     return sequence
 
 

@@ -20,7 +20,7 @@ from pelton.engine.resources import cores
 from pelton.errors import BuildError, MissingDependencyError, PeltonError
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import CudaSource, KernelSource, LaunchSpec, Source, Work
-from pelton.kernels.sampling.cuda import sampler_sources
+from pelton.kernels.sampling.cuda import edit_sources, sampler_sources
 from pelton.kernels.stage.cuda import stage_source
 
 #: Shared memory that a block may have, bytes, by compute capability.
@@ -157,7 +157,7 @@ class CodeWriter:
         return list(dict.fromkeys((*found, *self._step_kernels().values())))
 
     def _step_kernels(self) -> dict[str, KernelSource]:
-        return {"stage": stage_source(), **sampler_sources(self.vocab)}
+        return {"stage": stage_source(), **sampler_sources(self.vocab), **edit_sources(self.vocab)}
 
     def write(
         self,

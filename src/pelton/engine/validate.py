@@ -38,8 +38,9 @@ class BatchChecker:
         _range("positions", batch.positions_T, 0, self._max_seq_len)
         wanted = batch.logits_indices_N.size
         _array("logits_indices", batch.logits_indices_N, (wanted,))
-        if wanted > self._max_logits:
-            raise ValueError(f"a step gives at most {self._max_logits} rows of logits, not {wanted}")
+        most = min(self._max_logits, self._max_batch) if unsampled else self._max_logits
+        if wanted > most:
+            raise ValueError(f"a step gives at most {most} rows of logits, not {wanted}")
         if wanted:
             _range("logits_indices", batch.logits_indices_N, 0, tokens)
             if wanted > 1 and not (batch.logits_indices_N[1:] > batch.logits_indices_N[:-1]).all():

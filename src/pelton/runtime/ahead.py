@@ -11,6 +11,7 @@ where something happens to them (a block is full, an answer begins or ends).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pelton.engine.batch_sampling import PendingStep, SamplingInputs
+from pelton.engine.batch_sampling import LogitsEdits, PendingStep, SamplingInputs
 from pelton.kernels.sampling.reference import uniforms
 from pelton.runtime.host_time import HostClock
 from pelton.runtime.input_batch import InputBatchBuilder
+from pelton.runtime.request import TokenLogprobs
 from pelton.runtime.sampler import logits_processor
 from pelton.runtime.scheduled import SchedulerOutput, StepArrays
 from pelton.runtime.seats import (
@@ -41,16 +43,13 @@ _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 
 
 def needs_host(sequence: Sequence) -> bool:
-    """Whether tokens depend on more than the sampler's parameters: log-probabilities, masks, penalties."""
-    params = sequence.request.sampling
-    if params.logprobs is not None or params.prompt_logprobs is not None or params.min_tokens > 0:
-        return True
-    return not logits_processor(sequence).is_noop(sequence)
+    """Whether its logits must come to the host: the prompt's are scored, or the device cannot edit them."""
+    return sequence.request.sampling.prompt_logprobs is not None or not logits_processor(sequence).on_device
 
 
-def sampling_inputs(seats: Seats, seats_N: Int32) -> SamplingInputs:
-    """The parameters of each seat's next token."""
-    temperature_N = seats.temperature_S[seats_N]
+def sampling_inputs(seats: Seats, seats_N: Int32, sequences: Callable[[], Seq[Sequence]]) -> SamplingInputs:
+    """The parameters of each seat's next token; ``sequences``: who sits there."""
+    temperature_N, logprobs_N = seats.temperature_S[seats_N], seats.logprobs_S[seats_N]
     if temperature_N.any():
         numbers = uniforms(seats.seed_S[seats_N], seats.counters_CS[NUM_TOKENS, seats_N].astype(np.int64))
         uniform_N = np.minimum(numbers.astype(np.float32), _BELOW_ONE)
@@ -62,6 +61,25 @@ def sampling_inputs(seats: Seats, seats_N: Int32) -> SamplingInputs:
         top_p_N=seats.top_p_S[seats_N],
         min_p_N=seats.min_p_S[seats_N],
         uniform_N=uniform_N,
+        edits=_edits(seats, seats_N, sequences()) if seats.edited_S[seats_N].any() else None,
+        logprobs_N=logprobs_N if (logprobs_N >= 0).any() else None,
+    )
+
+
+def _edits(seats: Seats, seats_N: Int32, sequences: Seq[Sequence]) -> LogitsEdits:
+    edited_N = seats.edited_S[seats_N]
+    new = np.flatnonzero(edited_N & ~seats.begun_S[seats_N]).tolist()
+    begins = [logits_processor(sequences[n]).device_edits(sequences[n]) for n in new]
+    seats.begun_S[seats_N[new]] = True
+    counters = seats.counters_CS
+    return LogitsEdits(
+        begins=begins,
+        seat_N=np.where(edited_N, seats_N, np.int32(-1)),
+        masked_N=seats.masked_S[seats_N],
+        short_N=(counters[NUM_TOKENS, seats_N] < counters[MIN_TOTAL, seats_N]).astype(np.int32),
+        repetition_N=seats.repetition_S[seats_N],
+        frequency_N=seats.frequency_S[seats_N],
+        presence_N=seats.presence_S[seats_N],
     )
 
 
@@ -72,6 +90,8 @@ class InFlight:
     step: StepArrays
     generation_B: Int32
     """That of each seat when the step was submitted."""
+    logprobs_N: Int32 | None
+    """As in its ``SamplingInputs``."""
     pending: PendingStep
 
 
@@ -82,11 +102,13 @@ class Sampled:
     sequences: Seq[Sequence]
     """Those that sampled."""
     tokens_N: Int32
-    """Their tokens; -1: the logits are not finite."""
+    """Their tokens; below zero: why there is none (``engine.batch_sampling``)."""
     special_N: npt.NDArray[np.bool_]
-    """Who has perhaps ended, got its first token, or sits no more: the caller looks at each. Of who sits no
-    more, the token is not yet part of the sequence."""
+    """Who has perhaps ended, got its first token or log-probabilities, or sits no more: the caller looks at
+    each. Of who sits no more, the token is not yet part of the sequence."""
     sits_N: npt.NDArray[np.bool_]
+    logprobs: Callable[[int], TokenLogprobs | None]
+    """Those of a row, if it wants any."""
 
 
 class Ahead:
@@ -122,14 +144,15 @@ class Ahead:
         """Start a step; its members' state is as it will be when the step is over."""
         step, seats = output.arrays().by_seat(), self._seats
         seats_N = step.seats_B if step.samples_B.all() else step.seats_B[step.samples_B]
-        pending = self._session.submit(self._batches.build(step), sampling_inputs(seats, seats_N))
+        inputs = sampling_inputs(seats, seats_N, lambda: _who_samples(step))
+        pending = self._session.submit(self._batches.build(step), inputs)
         counters = seats.counters_CS
         num_tokens_N = counters[NUM_TOKENS, seats_N]
         seats.tokens_SL[seats_N, num_tokens_N] = np.arange(-1, -1 - len(seats_N), -1)
         counters[NUM_TOKENS, seats_N] = num_tokens_N + 1
         counters[NUM_UNKNOWN, seats_N] += 1
         counters[NUM_COMPUTED, step.seats_B] = step.starts_B + step.counts_B
-        self.in_flight = InFlight(step, seats.generation_S[step.seats_B], pending)
+        self.in_flight = InFlight(step, seats.generation_S[step.seats_B], inputs.logprobs_N, pending)
 
     def filled(self, flight: InFlight) -> list[tuple[Sequence, int]]:
         """Whose blocks a step has filled, or moved a window past, with its tokens computed; of those that
@@ -146,11 +169,9 @@ class Ahead:
         step, seats = flight.step, self._seats
         with self._clock.waiting():
             tokens_N = flight.pending.tokens()
-        sequences, seats_N, generation_N = step.sequences, step.seats_B, flight.generation_B
-        if not step.samples_B.all():
-            rows = np.flatnonzero(step.samples_B)
-            sequences = [sequences[b] for b in rows.tolist()]
-            seats_N, generation_N = seats_N[rows], generation_N[rows]
+        sequences, seats_N, generation_N = _who_samples(step), step.seats_B, flight.generation_B
+        if len(sequences) < len(seats_N):
+            seats_N, generation_N = seats_N[step.samples_B], generation_N[step.samples_B]
         sits_N = seats.generation_S[seats_N] == generation_N
         counters = seats.counters_CS
         here, got = (seats_N, tokens_N) if sits_N.all() else (seats_N[sits_N], tokens_N[sits_N])
@@ -165,4 +186,27 @@ class Ahead:
         special |= known == counters[NUM_PROMPT, here] + 1
         special_N = np.ones(len(seats_N), bool)
         special_N[sits_N] = special
-        return Sampled(sequences, tokens_N, special_N, sits_N)
+        if flight.logprobs_N is not None:
+            special_N |= flight.logprobs_N >= 0
+        return Sampled(sequences, tokens_N, special_N, sits_N, _logprobs(flight, tokens_N))
+
+
+def _who_samples(step: StepArrays) -> Seq[Sequence]:
+    if step.samples_B.all():
+        return step.sequences
+    return [step.sequences[b] for b in np.flatnonzero(step.samples_B).tolist()]
+
+
+def _logprobs(flight: InFlight, tokens_N: Int32) -> Callable[[int], TokenLogprobs | None]:
+    wanted_N, found = flight.logprobs_N, flight.pending.logprobs() if flight.logprobs_N is not None else None
+    if wanted_N is None or found is None:
+        return lambda n: None
+
+    def of(n: int) -> TokenLogprobs | None:
+        most, token = int(wanted_N[n]), int(tokens_N[n])
+        if most < 0 or token < 0:
+            return None
+        ids, values = found.token_ids_Nk[n, :most].tolist(), found.logprobs_Nk[n, :most].tolist()
+        return TokenLogprobs((token, *ids), (float(found.chosen_N[n]), *values), int(found.ranks_N[n]))
+
+    return of

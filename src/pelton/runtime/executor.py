@@ -16,6 +16,7 @@ import numpy as np
 
 from pelton.engine.artifact import Engine
 from pelton.engine.batch import ModelSession
+from pelton.engine.batch_sampling import ALL_EXCLUDED
 from pelton.engine.memory_monitor import MemoryUse
 from pelton.errors import DeviceError, EngineError, NotReadyError, QueueFullError, RequestError
 from pelton.runtime.ahead import Ahead, InFlight, needs_host
@@ -26,7 +27,7 @@ from pelton.runtime.input_batch import InputBatchBuilder
 from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
 from pelton.runtime.prefix_cache import PrefixKeys, root_key
 from pelton.runtime.request import FinishReason, Request, RequestUpdate
-from pelton.runtime.sampler import Sampled, logits_processor, not_finite
+from pelton.runtime.sampler import NO_TOKEN_LEFT, Sampled, logits_processor, not_finite
 from pelton.runtime.scheduled import ScheduledSequence
 from pelton.runtime.scheduler import Scheduler
 from pelton.runtime.seats import Seats
@@ -152,6 +153,7 @@ class Executor:
             keys=self._prefix_keys(request.cache_salt),
         )
         self._arrivals += 1
+        sequence.edited = logits_processor(sequence).edits
         self._host_sampled += needs_host(sequence)
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
@@ -185,6 +187,7 @@ class Executor:
             if not self._host_sampled:
                 return updates + self._step_ahead(self._ahead)
             updates += self._collect(self._ahead)
+            self.seats.begun_S[:] = False  # tokens that the host takes are not counted on the device
         output = self.scheduler.schedule()
         if output.num_tokens:
             self._steps += 1
@@ -225,11 +228,13 @@ class Executor:
             for sequence, token in zip(sampled.sequences, tokens, strict=True)
         ]
         for n in np.flatnonzero(sampled.special_N).tolist():
-            updates[n] = self._special(sampled.sequences[n], tokens[n], sits=bool(sampled.sits_N[n]))
+            result = Sampled(tokens[n], sampled.logprobs(n))
+            updates[n] = self._special(sampled.sequences[n], result, sits=bool(sampled.sits_N[n]))
         return [update for update in updates if update is not None]
 
-    def _special(self, sequence: Sequence, token: int, *, sits: bool) -> RequestUpdate | None:
-        """The update of a sequence to which more happened than that it got ``token``."""
+    def _special(self, sequence: Sequence, sampled: Sampled, *, sits: bool) -> RequestUpdate | None:
+        """The update of a sequence to which more happened than that it got a token."""
+        token = sampled.token
         if self._sequences.get(sequence.request_id) is not sequence:
             self._generated_tokens -= 1
             return None
@@ -237,11 +242,14 @@ class Executor:
             sequence.reveal(token)
         if token < 0:
             self._generated_tokens -= 1
-            return self._end(sequence, "error", error=not_finite(sequence.num_known - 2))
+            excluded = token == ALL_EXCLUDED and sequence.edited
+            return self._end(
+                sequence, "error", error=NO_TOKEN_LEFT if excluded else not_finite(sequence.num_known - 2)
+            )
         reason, stop = sequence.finish_reason(token)
         if reason is None:
-            return self._update(sequence, Sampled(token))
-        return self._end(sequence, reason, sampled=Sampled(token), stop=stop)
+            return self._update(sequence, sampled)
+        return self._end(sequence, reason, sampled=sampled, stop=stop)
 
     def _run(self, scheduled: Seq[ScheduledSequence], retried: bool = False) -> list[RequestUpdate]:
         """Compute and commit. When the computation raises, each member is tried once more alone, and
@@ -274,7 +282,6 @@ class Executor:
         if sampled is None:
             return None
         sequence.append(sampled.token)
-        logits_processor(sequence).add(sampled.token)
         self._generated_tokens += 1
         reason, stop = sequence.finish_reason(sampled.token)
         if reason is None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pelton.engine.batch_sampling import SequenceEdits
+from pelton.kernels.sampling.cuda import IN_PROMPT, LIST_ROOM
 from pelton.runtime.sequence import Sequence
 
 Float32 = npt.NDArray[np.float32]
@@ -17,20 +19,24 @@ Int32 = npt.NDArray[np.int32]
 
 
 class TokenCounts:
-    """Distinct tokens of a sequence and how often each was generated; grows by one token at a time."""
+    """Distinct tokens of a sequence and how often each was generated; follows it when asked to."""
 
     def __init__(self, prompt: Int32, capacity: int) -> None:
         distinct = np.unique(prompt)
+        self._num_seen, self._num_in_prompt = len(prompt), len(distinct)
         self._ids: Int32 = np.empty(len(distinct) + capacity, np.int32)
         self._ids[: len(distinct)] = distinct
         self._counts: Float32 = np.zeros(len(self._ids), np.float32)
         self._place = {token: i for i, token in enumerate(distinct.tolist())}
 
-    def add(self, token: int) -> None:
-        """Count one generated token."""
-        i = self._place.setdefault(token, len(self._place))
-        self._ids[i] = token
-        self._counts[i] += 1
+    def follow(self, sequence: Sequence) -> None:
+        """Count what has been generated since, as far as it is known."""
+        known = sequence.num_known
+        for token in sequence.tokens[self._num_seen : known].tolist():
+            i = self._place.setdefault(token, len(self._place))
+            self._ids[i] = token
+            self._counts[i] += 1
+        self._num_seen = known
 
     @property
     def ids(self) -> Int32:
@@ -41,10 +47,17 @@ class TokenCounts:
         """Times generated (0: in the prompt only), in the order of ``ids``."""
         return self._counts[: len(self._place)]
 
+    @property
+    def numbers(self) -> Int32:
+        """As ``SequenceEdits.counts``, in the order of ``ids``."""
+        numbers = np.minimum(self.counts, IN_PROMPT - 1).astype(np.int32)
+        numbers[: self._num_in_prompt] += IN_PROMPT
+        return numbers
+
 
 class LogitsProcessor:
-    """What one sequence's parameters do to its logits. Made once per request; ``add`` follows its
-    answer."""
+    """What one sequence's parameters do to its logits. Made once per request; what it counts, it counts when
+    it is used."""
 
     def __init__(self, sequence: Sequence) -> None:
         params = sequence.request.sampling
@@ -68,16 +81,45 @@ class LogitsProcessor:
             allowed is not None or bool(words) or bool(params.logit_bias) or self._counts is not None
         )
 
+    @property
+    def edits(self) -> bool:
+        """Whether it ever changes logits."""
+        return self._static or len(self._ends) > 0
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a session that samples by itself can do it: lists are short, bad words single tokens."""
+        entries = len(self._bad_tokens) + len(self._bias_ids) + len(self._ends)
+        return not self._bad_words and entries <= LIST_ROOM
+
+    def device_edits(self, sequence: Sequence) -> SequenceEdits:
+        """The sequence's state before its next token; at most one of its tokens is not known yet."""
+        none = np.zeros(0, np.int32)
+        token_ids, counts, unknown = none, none, 0
+        if self._counts is not None:
+            self._counts.follow(sequence)
+            token_ids, counts = self._counts.ids, self._counts.numbers
+            assert sequence.num_unknown <= 1
+            if sequence.num_unknown:
+                unknown = int(sequence.tokens[sequence.num_known])
+        values = dict(zip(self._bias_ids.tolist(), self._bias.tolist(), strict=True))
+        values.update(dict.fromkeys(self._bad_tokens.tolist(), -np.inf))
+        return SequenceEdits(
+            seat=sequence.seat,
+            token_ids=token_ids,
+            counts=counts,
+            unknown=unknown,
+            bias_ids=np.fromiter(values.keys(), np.int32, len(values)),
+            bias=np.fromiter(values.values(), np.float32, len(values)),
+            end_ids=self._ends.astype(np.int32),
+            allowed_ids=None if self._allowed is None else self._allowed.astype(np.int32),
+        )
+
     def is_noop(self, sequence: Sequence) -> bool:
         """True when the next token's logits are left as they are."""
         return not self._static and not (
             len(self._ends) and sequence.num_output_tokens < self._params.min_tokens
         )
-
-    def add(self, token: int) -> None:
-        """``token`` was generated."""
-        if self._counts is not None:
-            self._counts.add(token)
 
     def apply(self, row_V: Float32, sequence: Sequence) -> None:
         """Change ``row_V``, the logits of ``sequence``'s next token, in place."""
@@ -94,6 +136,7 @@ class LogitsProcessor:
         if len(self._bias_ids):
             row_V[self._bias_ids] += self._bias
         if self._counts is not None:
+            self._counts.follow(sequence)
             self._penalise(row_V, self._counts)
 
     def _mask_bad_words(self, row_V: Float32, sequence: Sequence) -> None:

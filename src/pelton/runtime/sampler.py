@@ -20,7 +20,7 @@ Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
 
-ALL_EXCLUDED = (
+NO_TOKEN_LEFT = (
     "allowed_token_ids, bad_words, logit_bias and min_tokens together exclude every token; loosen one of them"
 )
 
@@ -74,7 +74,7 @@ def sample(logits_NV: Float32, sequences: Seq[Sequence]) -> list[Sampled]:
         if broken_N[i]:
             results.append(Sampled(-1, error=not_finite(sequence.num_tokens - 1)))
         elif i in excluded:
-            results.append(Sampled(-1, error=ALL_EXCLUDED))
+            results.append(Sampled(-1, error=NO_TOKEN_LEFT))
         else:
             results.append(Sampled(tokens[i], logprobs.get(i)))
     return results

@@ -46,6 +46,16 @@ class Seats:
         """Whether an end-of-sequence token ends it."""
         self.plain_S = np.zeros(num_seats, bool)
         """Whether it wants no rows of logits but its last."""
+        self.edited_S = np.zeros(num_seats, bool)
+        """Whether masks, bias or penalties change its logits, and the parameters of those that count."""
+        self.masked_S: Int32 = np.zeros(num_seats, np.int32)
+        self.repetition_S = np.ones(num_seats, np.float32)
+        self.frequency_S = np.zeros(num_seats, np.float32)
+        self.presence_S = np.zeros(num_seats, np.float32)
+        self.logprobs_S: Int32 = np.full(num_seats, -1, np.int32)
+        """Alternatives wanted with log-probabilities; -1: none wanted."""
+        self.begun_S = np.zeros(num_seats, bool)
+        """Whether a session that samples by itself has the sequence's edits."""
         self._free = list(range(num_seats))
 
     def take(self, sequence: Sequence) -> None:
@@ -68,6 +78,13 @@ class Seats:
         self.stops_S[seat] = bool(params.stop_token_ids)
         self.ends_S[seat] = not params.ignore_eos
         self.plain_S[seat] = params.prompt_logprobs is None
+        self.edited_S[seat] = sequence.edited
+        self.masked_S[seat] = params.allowed_token_ids is not None
+        self.repetition_S[seat] = params.repetition_penalty
+        self.frequency_S[seat] = params.frequency_penalty
+        self.presence_S[seat] = params.presence_penalty
+        self.logprobs_S[seat] = -1 if params.logprobs is None else params.logprobs
+        self.begun_S[seat] = False
 
     def leave(self, sequence: Sequence) -> None:
         """Give the seat of a sequence back, whose blocks are free already."""

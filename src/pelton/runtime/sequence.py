@@ -47,6 +47,7 @@ class Sequence:
 
     __slots__ = (
         "counters",
+        "edited",
         "eos_token_ids",
         "keys",
         "kv",
@@ -112,6 +113,8 @@ class Sequence:
             [None] if request.sampling.prompt_logprobs is not None else None
         )
         self.prompt_logprobs_sent = False
+        self.edited = False
+        """Whether its logits are changed before a token is taken from them."""
         self.processor: object | None = None
         """Its ``runtime.logits.LogitsProcessor``, once made."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pelton.engine.artifact import Engine
 from pelton.engine.config import MemoryPlan
+from pelton.engine.cuda.sampler import sampler_bytes
 from pelton.engine.resources import human_bytes
 from pelton.errors import ConfigError
 from pelton.kernels.gpu.driver import Device
@@ -31,7 +32,9 @@ def usable_memory(device: Device, fraction: float) -> int:
 def gpu_free(engine: Engine, device: Device, fraction: float) -> int:
     """Bytes for the KV cache besides weights and work memory. Raises ``ConfigError``."""
     check_gpu_memory_fraction(fraction)
-    needed = gpu_work(engine.config.memory)
+    dims = engine.plan.dims
+    sampling = sampler_bytes(dims["B"], min(dims["B"], dims["N"]), engine.config.model.vocab_size)
+    needed = gpu_work(engine.config.memory) + sampling
     free = device.memory()[0]
     left = usable_memory(device, fraction) - needed
     if left <= 0:

@@ -17,8 +17,9 @@ import numpy.typing as npt
 from pelton.dtypes import ITEMSIZE
 from pelton.engine.artifact import Engine
 from pelton.engine.batch import Float32, InputBatch, StepResult
-from pelton.engine.batch_sampling import Int32, SamplingInputs
+from pelton.engine.batch_sampling import Int32, SamplingInputs, StepLogprobs
 from pelton.engine.cuda.code_check import read_code
+from pelton.engine.cuda.edits import DeviceEdits
 from pelton.engine.cuda.inputs import DeviceInputs
 from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.cuda.launcher import Launcher
@@ -47,16 +48,20 @@ def graph_sizes(largest: int) -> tuple[int, ...]:
 class PendingTokens:
     """A submitted step (``engine.batch_sampling.PendingStep``)."""
 
-    def __init__(self, slot: Slot, rows: int) -> None:
-        self._slot, self._rows = slot, rows
+    def __init__(self, slot: Slot, rows: int, edits: DeviceEdits | None) -> None:
+        self._slot, self._rows, self._edits = slot, rows, edits
         self._tokens: Int32 | None = None
 
     def tokens(self) -> Int32:
-        """The token of each row of logits, -1 where those are not finite. Waits for the GPU."""
+        """The token of each row of logits, or why there is none. Waits for the GPU."""
         if self._tokens is None:
             self._slot.wait()
             self._tokens = self._slot.token_array[: self._rows].copy()
         return self._tokens
+
+    def logprobs(self) -> StepLogprobs | None:
+        """Where they were asked for."""
+        return None if self._edits is None else self._edits.logprobs(self._slot.index, self._rows)
 
 
 class CudaRunner:
@@ -82,13 +87,15 @@ class CudaRunner:
         self._inputs = DeviceInputs(plan, engine.config.build.block_size)
         self._inputs.clear(self._stream)
         rows = min(plan.dims["B"], plan.dims["N"])
-        self._slots = itertools.cycle([Slot(rows, self._inputs.nbytes) for _ in range(_SLOTS)])
+        self._slots = itertools.cycle([Slot(i, rows, self._inputs.nbytes) for i in range(_SLOTS)])
         self._all_slots = [next(self._slots) for _ in range(_SLOTS)]
         self._launcher = Launcher(plan, code, root, self._address, self._workspace.address)
         logits = plan.operands[plan.logits]
         self._vocab = int(logits.shape[1])
         self._logits_address = self._address(logits)
-        self._sampler = DeviceSampler(code, root, rows, self._vocab, self._logits_address)
+        self._sampler = DeviceSampler(
+            code, root, seats=plan.dims["B"], rows=rows, vocab=self._vocab, logits=self._logits_address
+        )
         self._stage = EngineKernel(code, root, "stage")
         self._inputs.bind(self._stage, self._sampler.tokens_address)
         self._host_logits: PinnedMemory | None = None
@@ -134,7 +141,8 @@ class CudaRunner:
         if rows:
             self._sampler.sample(self._stream, sampling, rows, slot)
         self._end(slot)
-        return PendingTokens(slot, rows)
+        wanted = rows and sampling.logprobs_N is not None
+        return PendingTokens(slot, rows, self._sampler.edits if wanted else None)
 
     def _begin(self) -> Slot:
         self._device.make_current()
@@ -176,9 +184,12 @@ class CudaRunner:
         return self._graphs[size]
 
     def _logits(self, rows: int) -> Float32:
-        """Pinned memory for all rows of logits a step may have, made when logits are first asked for."""
-        if self._host_logits is None:
-            self._host_logits = PinnedMemory(4 * self._plan.dims["N"] * self._vocab)
+        """Pinned memory for ``rows`` rows of logits; no step is in flight that fills it."""
+        if self._host_logits is None or self._host_logits.nbytes < 4 * rows * self._vocab:
+            if self._host_logits is not None:
+                self._host_logits.close()
+            most = self._plan.dims["N"]
+            self._host_logits = PinnedMemory(4 * min(most, max(16, 2 * rows)) * self._vocab)
         logits: Float32 = self._host_logits.array(np.float32).reshape(-1, self._vocab)
         return logits[:rows]
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from pelton.engine.batch_sampling import Int32, SamplingInputs
 from pelton.engine.cuda.code import Code
+from pelton.engine.cuda.edits import DeviceEdits, edit_bytes
 from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.shards import align
 from pelton.kernels.gpu.driver import Event, Memory, PinnedMemory, Stream
@@ -20,7 +21,8 @@ _FIELDS = ("temperature_N", "top_k_N", "top_p_N", "min_p_N", "uniform_N")
 class Slot:
     """Page-locked memory for one step in flight: what the GPU reads and writes by itself."""
 
-    def __init__(self, rows: int, input_bytes: int) -> None:
+    def __init__(self, index: int, rows: int, input_bytes: int) -> None:
+        self.index = index
         self.inputs = PinnedMemory(input_bytes)
         self.parameters = PinnedMemory(len(_FIELDS) * align(4 * rows))
         self.tokens = PinnedMemory(4 * rows)
@@ -39,16 +41,16 @@ class Slot:
             memory.close()
 
 
-def sampler_bytes(rows: int, vocab: int) -> int:
-    """Device memory that sampling takes."""
+def sampler_bytes(seats: int, rows: int, vocab: int) -> int:
+    """Device memory that sampling takes, of which what edits need when a request first has any."""
     pieces = Pieces.of(vocab)
-    return 4 * rows + 4 * rows * pieces.count * (4 + 2 * pieces.room)
+    return 4 * rows * (1 + pieces.count * (4 + 2 * pieces.room)) + edit_bytes(seats, rows, vocab)
 
 
 class DeviceSampler:
-    """Takes tokens from ``logits`` (an address), at most ``rows`` a step."""
+    """Takes tokens from ``logits`` (an address), at most ``rows`` a step, of sequences in ``seats`` seats."""
 
-    def __init__(self, code: Code, root: Path, rows: int, vocab: int, logits: int) -> None:
+    def __init__(self, code: Code, root: Path, *, seats: int, rows: int, vocab: int, logits: int) -> None:
         self._pieces = pieces = Pieces.of(vocab)
         self._stride = align(4 * rows)
         part = 4 * rows * pieces.count
@@ -64,6 +66,9 @@ class DeviceSampler:
         self._scan.bind([at_logits, top, at])
         self._weigh.bind([at_logits, *self._parameters[:4], top, *rest])
         self._choose.bind([at_logits, *self._parameters, top, at, *rest, tokens, self._host_tokens])
+        self.edits = DeviceEdits(
+            code, root, seats=seats, rows=rows, vocab=vocab, logits=logits, tokens=self._tokens.address
+        )
 
     @property
     def tokens_address(self) -> int:
@@ -78,12 +83,15 @@ class DeviceSampler:
             staged[i * self._stride : i * self._stride + 4 * rows] = values.view(np.uint8)
             self._parameters[i].value = slot.parameters.address + i * self._stride
         self._host_tokens.value = slot.tokens.address
+        self.edits.before(stream, inputs, rows, slot.index)
         self._scan.run(stream, rows, self._pieces.count)
         if inputs.temperature_N.any():
             self._weigh.run(stream, rows, self._pieces.count)
         self._choose.run(stream, rows)
+        self.edits.after(stream, inputs, rows, slot.index)
 
     def close(self) -> None:
+        self.edits.close()
         for kernel in (self._scan, self._weigh, self._choose):
             kernel.close()
         for memory in (*self._memory, self._tokens):

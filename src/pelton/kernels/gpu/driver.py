@@ -240,9 +240,7 @@ class Memory:
         _note(self)
 
     def fill(self, byte: int, stream: Stream) -> None:
-        call(
-            "cuMemsetD8Async", address(self.address), C.c_ubyte(byte), C.c_size_t(self.nbytes), stream.handle
-        )
+        stream.fill(self.address, byte, self.nbytes)
 
     def close(self) -> None:
         if self.address:
@@ -298,6 +296,10 @@ class Stream:
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Device address ``source`` to device address ``target``."""
         call("cuMemcpyDtoDAsync_v2", address(target), address(source), C.c_size_t(nbytes), self.handle)
+
+    def fill(self, target: int, byte: int, nbytes: int) -> None:
+        """Set ``nbytes`` at device address ``target``."""
+        call("cuMemsetD8Async", address(target), C.c_ubyte(byte), C.c_size_t(nbytes), self.handle)
 
     def wait(self) -> None:
         """Until all of it is done; errors of kernels show here."""

@@ -35,12 +35,12 @@ def _load(row, start, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _largest(part_max, n, PIECES: tl.constexpr, PIECES_2: tl.constexpr):
-    """A row's largest logit; NaN where it has one that is not finite."""
+    """A row's largest logit; NaN where one is NaN or infinite."""
     p = tl.arange(0, PIECES_2)
     tops = tl.load(part_max + n * PIECES + p, mask=p < PIECES, other=float("-inf"))
     broken = tl.max((tops != tops).to(tl.int32), 0) > 0
     top = tl.max(tl.where(tops == tops, tops, float("-inf")), 0)
-    return tl.where(broken | (top == float("-inf")), float("nan"), top)
+    return tl.where(broken, float("nan"), top)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def weigh(
     piece = tl.program_id(1)
     t = tl.load(temperature + n)
     top = _largest(part_max, n, PIECES, PIECES_2)
-    if (t == 0.0) | (top != top):
+    if (t == 0.0) | (top != top) | (top == float("-inf")):
         return
     k = tl.load(top_k + n)
     cuts = ((k > 0) & (k < V)) | (tl.load(top_p + n) < 1.0)
@@ -208,7 +208,7 @@ def choose(
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The token of row ``program_id(0)``, here and on the host; -1: its logits are not finite."""
+    """The token of a row, here and on the host; -1: a logit is NaN or infinite; -2: all are minus that."""
     n = tl.program_id(0)
     p = tl.arange(0, PIECES_2)
     part = n * PIECES + p
@@ -220,6 +220,8 @@ def choose(
     t = tl.load(temperature + n)
     if top != top:
         token = tl.full([], -1, tl.int32)
+    elif top == float("-inf"):
+        token = tl.full([], -2, tl.int32)
     elif t != 0.0:
         row = logits + n.to(tl.int64) * V
         k = tl.load(top_k + n)

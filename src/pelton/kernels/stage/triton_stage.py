@@ -19,7 +19,8 @@ def stage(packed, inputs, sampled, n, ids, pairs, SEGMENTS: tl.constexpr, BLOCK:
     shifts = tl.load(packed + SEGMENTS + s)
     value = tl.load(packed + 2 * SEGMENTS + i, mask=i < n, other=0)
     waits = (value < 0) & (i < ids)
-    value = tl.where(waits, tl.load(sampled - value - 1, mask=waits, other=0), value)
+    # Where nothing could be sampled the result is dropped, and any token will do.
+    value = tl.where(waits, tl.maximum(tl.load(sampled - value - 1, mask=waits, other=0), 0), value)
     # Shifts only grow with the segments: the last that has begun is the largest.
     shift = tl.max(tl.where(i[:, None] >= starts[None, :], shifts[None, :], 0), 1)
     tl.store(inputs + i + shift, value, mask=i < n)
