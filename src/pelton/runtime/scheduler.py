@@ -146,10 +146,12 @@ class Scheduler:
             chosen = chosen[: self.max_num_batched_tokens]
             n = int(chosen[-1]) + 1
         for i in chosen[tokens[chosen] > counters[CAPACITY, seats[chosen]]].tolist():
-            if not self._allocate(self.running[i], int(tokens[i])):
+            sequence = self.running[i]
+            if not self.kv.allocate(sequence.kv, int(tokens[i])):
                 n = i  # it takes blocks from others, or sits out
                 chosen = chosen[chosen < n]
                 break
+            counters[CAPACITY, sequence.seat] += size
         fills = (tokens[chosen] % size == 0) & (counters[NUM_UNKNOWN, seats[chosen]] == 0)
         for i in chosen[fills].tolist():
             self._note_keys(self.running[i], int(computed[i]), 1)

@@ -118,8 +118,9 @@ class DeviceInputs:
             mirror = self._tables[g]
             wanted = group.block_table_BM[:, :columns]
             had = mirror[: len(wanted), :columns]
-            rows, cols = np.nonzero(wanted != had)
-            if len(rows):
+            changed = np.flatnonzero((wanted != had).ravel())
+            if len(changed):
+                rows, cols = np.divmod(changed, columns)
                 values = wanted[rows, cols]
                 had[rows, cols] = values
                 new = pairs[2 * count : 2 * (count + len(rows))]

@@ -77,7 +77,7 @@ class CudaRunner:
         self._workspace = Memory(COUNTER_BYTES + plan.workspace_bytes)
         self._workspace.fill(0, self._stream)
         named = [b.name for b in plan.buffers if b.kind in ("weight", "constant")]
-        self._weights = DeviceWeights(engine.weights, named)
+        self._weights = DeviceWeights(engine.weights, named, device)
         self._caches: dict[tuple[str, int], Memory] = {}
         for b in plan.buffers:
             if b.kind in ("k_cache", "v_cache"):
