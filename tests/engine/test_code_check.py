@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pelton.engine.artifact import Engine, open_engine
-from pelton.engine.cuda.code import Code, Launch, Matmul
+from pelton.engine.cuda.code import STEP_KERNELS, Code, Launch, Matmul
 from pelton.engine.cuda.code_check import check_code
 from pelton.engine.plan import Plan
 from pelton.engine.plan_check import check_plan, dim_values
@@ -66,7 +66,8 @@ def edit(path: Callable[[Any], Any], **fields: Any) -> Callable[[Any], None]:
     [
         (lambda code: code["launches"].pop(), "have launches of"),
         (lambda code: code["launches"][0].clear(), "has no launches of its tactic"),
-        (edit(lambda c: c, sampler=1000), "no kernel 1000"),
+        (edit(lambda c: c, step_kernels=dict.fromkeys(STEP_KERNELS, 1000)), "no kernel 1000"),
+        (edit(lambda c: c, step_kernels={}), "no kernel for bias"),
         (edit(lambda c: c["kernels"][0], file="../other.cubin"), "no file of the engine's code"),
         (edit(lambda c: c["kernels"][0], threads=2048), "has 2048 threads"),
         (edit(lambda c: c["kernels"][0], shared=1 << 20), "bytes of shared memory"),

@@ -6,6 +6,11 @@ import msgspec
 
 from pelton.kernels.launch import Argument, Term
 
+#: Kernels besides the plan's (``Code.step_kernels``).
+STEP_KERNELS = frozenset(
+    ("stage", "scan", "weigh", "choose", "mark", "keep", "bias", "edit", "count", "logprobs")
+)
+
 
 class Kernel(msgspec.Struct, frozen=True, kw_only=True):
     """One compiled kernel."""

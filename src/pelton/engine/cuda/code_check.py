@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from pelton.dtypes import ITEMSIZE
 from pelton.engine.artifact import Engine
-from pelton.engine.cuda.code import Code, Kernel, Launch, Matmul, Work
+from pelton.engine.cuda.code import STEP_KERNELS, Code, Kernel, Launch, Matmul, Work
 from pelton.engine.plan import Instruction, Operand, Plan
 from pelton.engine.plan_check import dim_values
 from pelton.engine.trust import FOLDER
@@ -55,7 +55,9 @@ def check_code(code: Code, plan: Plan, max_shared: int) -> None:
     """
     for kernel in code.kernels:
         _check_kernel(kernel, max_shared)
-    for index in (code.sampler, code.resolve):
+    if missing := STEP_KERNELS - code.step_kernels.keys():
+        raise ValueError(f"there is no kernel for {min(missing)}")
+    for index in code.step_kernels.values():
         if not 0 <= index < len(code.kernels):
             raise ValueError(f"there is no kernel {index}")
     if len(code.launches) != len(plan.instructions):

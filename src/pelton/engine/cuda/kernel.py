@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pelton.engine.cuda.code import Code
+from pelton.errors import EngineError
 from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, launch
 
 
@@ -17,14 +18,21 @@ class EngineKernel:
     def __init__(self, code: Code, root: Path, name: str) -> None:
         kernel = code.kernels[code.step_kernels[name]]
         self._function = Function((root / kernel.file).read_bytes(), kernel.name, kernel.shared)
-        self._scratch = kernel.scratch
+        self._name, self._scratch = name, kernel.scratch
+        self._sizes = self._function.parameter_sizes()
         self._config = LaunchConfig()
         self._config.block[:] = (kernel.threads, 1, 1)
         self._config.shared = kernel.shared
 
     def bind(self, values: Sequence[Any]) -> None:
-        """Its arguments: C numbers, read at each launch."""
+        """Its arguments: C numbers, read at each launch. Raises ``EngineError`` where it takes others."""
         self._values = [*values, *(C.c_uint64(0) for _ in range(self._scratch))]
+        sizes = list(map(C.sizeof, self._values))
+        if self._sizes is not None and sizes != self._sizes:  # the driver would read beyond what it was given
+            raise EngineError(
+                f"the engine's kernel {self._name} takes arguments of {self._sizes} bytes, and this Pelton "
+                f"has {sizes}; rebuild the engine"
+            )
         self._parameters = (C.c_void_p * len(self._values))(*map(C.addressof, self._values))
 
     def run(self, stream: Stream, programs: int, more: int = 1) -> None:
