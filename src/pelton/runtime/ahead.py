@@ -202,11 +202,16 @@ def _logprobs(flight: InFlight, tokens_N: Int32) -> Callable[[int], TokenLogprob
     if wanted_N is None or found is None:
         return lambda n: None
 
+    limit = max(0, int(wanted_N.max()))
+    wanted, tokens, chosen, ranks = (
+        values.tolist() for values in (wanted_N, tokens_N, found.chosen_N, found.ranks_N)
+    )
+    ids, logprobs = found.token_ids_Nk[:, :limit].tolist(), found.logprobs_Nk[:, :limit].tolist()
+
     def of(n: int) -> TokenLogprobs | None:
-        most, token = int(wanted_N[n]), int(tokens_N[n])
+        most, token = wanted[n], tokens[n]
         if most < 0 or token < 0:
             return None
-        ids, values = found.token_ids_Nk[n, :most].tolist(), found.logprobs_Nk[n, :most].tolist()
-        return TokenLogprobs((token, *ids), (float(found.chosen_N[n]), *values), int(found.ranks_N[n]))
+        return TokenLogprobs((token, *ids[n][:most]), (chosen[n], *logprobs[n][:most]), ranks[n])
 
     return of
