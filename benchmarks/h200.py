@@ -3,9 +3,9 @@
     python benchmarks/h200.py [--engine DIR] [--only b,c,f] [--profile [FILE]] [--json FILE]
 
 The engine is built here from random weights (nothing is downloaded) and driven in this process, without a
-tokenizer or HTTP. Floors are bytes that must move over 4.3 TB/s, or operations over 790 TFLOP/s, measured on
-an H200; the peer is vLLM 0.25.1 on such a machine. Times are wall-clock of whole steps,
-a sampled token of each sequence on the host.
+tokenizer or HTTP: answers (b, d, e, f) by an executor, as requests see them; first tokens by bare steps. Floors
+are bytes that must move over 4.3 TB/s, or operations over 790 TFLOP/s, measured on an H200; the peer is vLLM
+0.25.1 on such a machine. Times are wall-clock, a sampled token of each sequence on the host.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_profile import profiles
+from gpu_serving import answer_tokens, decode_step, start
 from gpu_steps import Driver
 
 import pelton
@@ -31,9 +32,6 @@ from pelton.builder.facts import expected_tensors
 from pelton.ir.tensors import HostTensor, f32_to_bf16
 from pelton.models.checkpoint import Checkpoint, TensorInfo
 from pelton.models.registry import create_model
-from pelton.runtime.config import ExecutorConfig
-from pelton.runtime.executor import Executor
-from pelton.runtime.validation import resolve_requests
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -107,37 +105,31 @@ class RandomLlama(Checkpoint):
         return ()
 
 
-def measure(driver: Driver, only: set[str]) -> dict[tuple[str, int], float]:
+def measure(session: pelton.Session, driver: Driver, only: set[str]) -> dict[tuple[str, int], float]:
     """Milliseconds by test and size."""
     found = {}
     for test, size in TABLE:
         if test not in only:
             continue
         if test == "b":
-            found[test, size] = statistics.median(driver.decode(128, 256) for _ in range(3))
+            found[test, size] = statistics.median(answer_tokens(session, 128, 256) for _ in range(3))
         elif test == "c":
             found[test, size] = driver.milliseconds(driver.batch(size, [size], -(-size // 16)), 5)
         else:
-            found[test, size] = driver.milliseconds(
-                driver.batch(1, [1025 + 7 * (b % 8) for b in range(size)], 68), 15
-            )
+            ms, host = decode_step(session, [1009 + 7 * (b % 8) for b in range(size)], 30)
+            found[test, size] = ms
+            print(f"  host time at batch {size}: median {1e6 * host.median:.0f} us, p99 {1e6 * host.p99:.0f}")
     return found
 
 
 def throughput(session: pelton.Session, requests: int, prompt: int, answer: int) -> float:
     """Output tokens per second of ``requests`` that come at once, greedy, to their full length."""
-    executor = Executor(session, ExecutorConfig(max_waiting=requests, enable_prefix_caching=False))
-    params = pelton.SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
-    rng = np.random.default_rng(2)
-    for i in range(requests):
-        ids = rng.integers(3, 100000, prompt).tolist()
-        for request in resolve_requests(ids, params, session.config, None, str(i), 0):
-            executor.add(request)
-    tokens, steps, start = 0, 0, time.perf_counter()
+    executor = start(session, [prompt] * requests, answer)
+    tokens, steps, begin = 0, 0, time.perf_counter()
     while executor.has_work:
         tokens += sum(len(update.new_token_ids) for update in executor.step())
         steps += 1
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - begin
     assert tokens == requests * answer, tokens
     host = executor.stats().host_time
     assert host is not None
@@ -152,6 +144,7 @@ def throughput(session: pelton.Session, requests: int, prompt: int, answer: int)
 FIRST_TOKEN = """
 import sys
 sys.path.insert(0, sys.argv[2])
+from gpu_serving import answer_tokens, decode_step, start
 from gpu_steps import Driver, greedy
 import pelton
 with pelton.Session(sys.argv[1]) as session:
@@ -207,7 +200,7 @@ def main() -> None:
     with pelton.Session(args.engine) as session:
         print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)
         driver = Driver(session)
-        found = measure(driver, set(args.only.split(",")))
+        found = measure(session, driver, set(args.only.split(",")))
         print(f"{'test':<44}{'floor':>8}{'vLLM':>8}{'goal':>8}{'Pelton':>9}{'/vLLM':>7}")
         for key, ms in found.items():
             floor, peer, goal = TABLE[key]

@@ -126,7 +126,7 @@ class Ahead:
         clock: HostClock,
     ) -> None:
         self._session, self._seats, self._batches = session, seats, batches
-        self._block_size, self._windows, self._clock = block_size, windows, clock
+        self._block_size, self._windows, self.clock = block_size, windows, clock
         self._eos = np.array(eos_token_ids, np.int32)[:, None]
         self.in_flight: InFlight | None = None
 
@@ -167,7 +167,7 @@ class Ahead:
     def collect(self, flight: InFlight) -> Sampled:
         """Wait for a step and take its tokens in."""
         step, seats = flight.step, self._seats
-        with self._clock.waiting():
+        with self.clock.waiting():
             tokens_N = flight.pending.tokens()
         sequences, seats_N, generation_N = _who_samples(step), step.seats_B, flight.generation_B
         if len(sequences) < len(seats_N):

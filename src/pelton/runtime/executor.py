@@ -359,6 +359,12 @@ class Executor:
                 # Of the prompt, either all log-probabilities are the old weights' or none.
                 sequence.prompt_logprobs = [None]
 
+    def restart_host_time(self) -> None:
+        """Count the host's time per step anew, as for a measurement."""
+        self._clock, self._host_time = HostClock(), None
+        if self._ahead is not None:
+            self._ahead.clock = self._clock
+
     def stats(self) -> ExecutorStats:
         """A snapshot; cheap."""
         now = time.monotonic()
