@@ -4,8 +4,8 @@
 
 The engine is built here from random weights (nothing is downloaded) and driven in this process, without a
 tokenizer or HTTP: answers (b, d, e, f) by an executor, as requests see them; first tokens by bare steps.
-Floors are bytes that must move over 4.3 TB/s, or operations over 790 TFLOP/s, measured on an H200; the peer is
-vLLM 0.25.1 on such a machine. Times are wall-clock, a sampled token of each sequence on the host.
+Floors are bytes that must move over 4.3 TB/s, or operations over 790 TFLOP/s, measured on an H200; the peer
+is vLLM 0.25.1 on such a machine. Times are wall-clock, a sampled token of each sequence on the host.
 """
 
 from __future__ import annotations
