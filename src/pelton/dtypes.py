@@ -19,7 +19,11 @@ ITEMSIZE = {
     "int32": 4,
     "int8": 1,
     "uint8": 1,
+    "float8_e4m3fn": 1,
 }
+
+#: Element types of a KV cache of 8 bits: codes with a scale a KV head.
+KV_CODES = ("int8", "float8_e4m3fn")
 
 #: Codes of the native library (``csrc/pelton.h``: ``pelton_dtype``).
 NATIVE_CODE = {
@@ -30,6 +34,7 @@ NATIVE_CODE = {
     "int8": 4,
     "uint8": 5,
     "int64": 6,
+    "float8_e4m3fn": 7,
 }
 
 

@@ -22,6 +22,7 @@ from pelton.builder.extensions import write_compiled
 from pelton.builder.facts import model_recipes
 from pelton.builder.gate import QualityGate, evaluate_text
 from pelton.builder.imported_reference import ImportedReference
+from pelton.builder.kv_calibration import measured_weights, with_float32_caches
 from pelton.builder.launches import plan_launches
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
@@ -32,6 +33,7 @@ from pelton.builder.summary import build_report, engine_config, machine_report
 from pelton.builder.target import device_of, gpu_available, sm_of
 from pelton.builder.timing_cache import encode
 from pelton.builder.weights import write_weights
+from pelton.dtypes import KV_CODES
 from pelton.engine import native_runner
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig, EngineConfig
@@ -112,10 +114,12 @@ def build(
             for sentence in (budget.text(), *compiled.notes, *here):
                 say(sentence)
             check_space(folder, settled.memory.weights)
+            weights = compiled.weights
+            if settled.build.kv_dtype in KV_CODES:
+                with clock("kv scales"):
+                    weights = measured_weights(weights, settled, opened, folder / "tokenizer")
             with clock("weights"):
-                shards, changes = write_weights(
-                    folder / "weights", compiled.weights, opened.read, clock.progress
-                )
+                shards, changes = write_weights(folder / "weights", weights, opened.read, clock.progress)
                 changes += opened.read_notes()
             write_json(folder / "config.json", settled)
             write_json(folder / "plan.json", compiled.plan)
@@ -194,7 +198,8 @@ def _check(
     else:
         model = create_model(checkpoint.config, max_seq_len=max_seq_len)
         recipes = model_recipes(model, checkpoint.source)
-        reference = EagerReference(model, recipes, checkpoint.read, config, blocks)
+        kept = with_float32_caches(config) if config.build.kv_dtype in KV_CODES else config
+        reference = EagerReference(model, recipes, checkpoint.read, kept, blocks)
     if device_of(str(compiled.config.target)) == "cuda":
         native = gpu_available()
     else:

@@ -17,6 +17,7 @@ from pelton.builder.facts import (
     checkpoint_facts,
     expected_tensors,
 )
+from pelton.builder.kv_calibration import unmeasured_scales
 from pelton.builder.lower import lower
 from pelton.builder.plugins import keeps_apart
 from pelton.builder.profiles import step_limits
@@ -29,6 +30,7 @@ from pelton.builder.tactics import supporting
 from pelton.builder.target import block_types, device_of
 from pelton.builder.trace import trace
 from pelton.builder.weights import WeightSpec, exact_types, is_rounded, stored_quant
+from pelton.dtypes import KV_CODES
 from pelton.engine.config import BuildConfig
 from pelton.engine.plan import Plan
 from pelton.ir.condition import SameValues
@@ -69,7 +71,11 @@ class Compiled:
     @property
     def exact(self) -> bool:
         """Whether the engine computes the checkpoint's own values in float32."""
-        if self.rounded or self.config.activations not in ("float32", "int8"):
+        if (
+            self.rounded
+            or self.config.kv_dtype in KV_CODES
+            or self.config.activations not in ("float32", "int8")
+        ):
             return False
         return self.config.activations == "float32" or not any(spec.blocks for spec in self.weights)
 
@@ -129,6 +135,7 @@ def compile_model(
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
         stored_quant=lambda recipe, dimensions: stored(quant_of(recipe), dimensions),
         activations=config.activations,
+        kv_scales=unmeasured_scales(model) if config.kv_dtype in KV_CODES else {},
         has_tactic=lambda spec: (
             not keeps_apart(config.plugins, spec.op)
             and any(not t.largest_tokens for t in supporting(spec, selector.tactics))

@@ -13,7 +13,7 @@ import msgspec
 
 from pelton.builder.profiles import apply_limits, resolve_profiles
 from pelton.builder.target import device_of, resolve_target
-from pelton.dtypes import is_dense
+from pelton.dtypes import KV_CODES, is_dense
 from pelton.engine.config import BuildConfig
 from pelton.engine.cuda.placement import check_gpu_memory_fraction
 from pelton.engine.resources import cores
@@ -32,7 +32,9 @@ PROFILING = ("none", "names", "detailed")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("float32", "int8")
-KV_DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = ("float32", "float16", "bfloat16", *KV_CODES)
+#: What users call them.
+_KV_ALIASES = {"fp8": "float8_e4m3fn"}
 MODEL_IMPLS = ("auto", "pelton", "transformers")
 
 
@@ -166,7 +168,7 @@ def _resolve_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[s
     exact = values["dtype"] == "float32" and values["activations"] == "float32"
     if values["kv_dtype"] is None:
         values["kv_dtype"] = "float32" if exact else "float16"
-    _choice("kv_dtype", values["kv_dtype"], KV_DTYPES)
+    _resolve_kv_dtype(values)
 
 
 def _resolve_gpu_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:
@@ -186,7 +188,14 @@ def _resolve_gpu_types(values: dict[str, Any], facts: CheckpointFacts, notes: li
     values["activations"] = values["dtype"]
     if values["kv_dtype"] is None:
         values["kv_dtype"] = values["dtype"]
-    _choice("kv_dtype", values["kv_dtype"], KV_DTYPES)
+    _resolve_kv_dtype(values)
+
+
+def _resolve_kv_dtype(values: dict[str, Any]) -> None:
+    wanted = values["kv_dtype"]
+    if wanted not in KV_DTYPES:
+        wanted = _KV_ALIASES.get(wanted) or _choice("kv_dtype", wanted, (*KV_DTYPES, *_KV_ALIASES))
+    values["kv_dtype"] = wanted
 
 
 def _resolve_threads(values: dict[str, Any], notes: list[str]) -> None:

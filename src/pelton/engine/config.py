@@ -62,8 +62,8 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     activations: str | None = None
     """Input precision of block-quantised matrix products: float32 or int8 (int8)."""
     kv_dtype: str | None = None
-    """Type of cached keys and values: float32, float16 or bfloat16 (float16, or float32 where weights
-    and activations are)."""
+    """Type of cached keys and values: float32, float16, bfloat16, int8 or fp8 (float16, or float32 where
+    weights and activations are). Those of 8 bits have a scale a KV head, measured on text at build."""
     deterministic: bool | None = None
     """GPU engines: every kernel gives a row the same bits whatever else is in the step, so that answers do
     not depend on batching, chunking or cached prefixes; slower (no)."""

@@ -13,8 +13,14 @@ from pelton.engine.config import EngineConfig, KVGroup
 from pelton.engine.resources import available_memory, human_bytes
 from pelton.errors import ConfigError
 
-#: numpy has no bfloat16: its bit patterns are kept as uint16.
-_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+#: numpy has no bfloat16 and no fp8: their bit patterns are kept as uint16 and uint8.
+_NUMPY = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "int8": np.int8,
+    "float8_e4m3fn": np.uint8,
+}
 
 #: Share of the memory left after weights and arena that automatic sizing gives to the cache.
 _SHARE = 0.9

@@ -53,7 +53,10 @@ _TABLE: dict[str, tuple[str, tuple[Callable[[Bound], bool], ...]]] = {
     "binary_scalar": (_PLAIN + " | value kind", ()),
     "embedding": ("#input_ids|positions:t weight:V,K -> t,K", ()),
     "gated_activation": ("gate:* up:* -> * | kind", ()),
-    "kv_write": ("k:t,S,D v:t,S,D k_cache:P,S,B,D v_cache:P,S,B,D #slot_mapping:t ->", ()),
+    "kv_write": (
+        "k:t,S,D v:t,S,D k_cache:P,S,B,D v_cache:P,S,B,D #slot_mapping:t k_scale?:S v_scale?:S ->",
+        (),
+    ),
     "layer_norm": ("x:...,K weight?:K bias?:K -> ...,K | eps", ()),
     "linear": ("x:T,K weight:N,K bias?:N -> T,N", ()),
     "linear_add": ("x:T,K weight:N,K bias?:N residual:T,N -> T,N", ()),
@@ -64,7 +67,8 @@ _TABLE: dict[str, tuple[str, tuple[Callable[[Bound], bool], ...]]] = {
     "norm_linear": ("x:T,K weight:N,K bias?:N norm_weight:K -> T,N | eps", ()),
     "norm_linear_gated": ("x:T,K weight:2N,K bias?:2N norm_weight:K -> T,N | kind eps", ()),
     "paged_attention": (
-        "q:t,H,D k_cache:P,S,B,D v_cache:P,S,B,D #block_table:R,M #cu_seqlens:C #seq_lens:R -> t,H,D"
+        "q:t,H,D k_cache:P,S,B,D v_cache:P,S,B,D #block_table:R,M #cu_seqlens:C #seq_lens:R"
+        " k_scale?:S v_scale?:S -> t,H,D"
         " | scale window softcap",
         (_heads,),
     ),
@@ -76,7 +80,7 @@ _TABLE: dict[str, tuple[str, tuple[Callable[[Bound], bool], ...]]] = {
     "rope_interleaved": ("x:T,H,D cos_sin:T,R -> T,H,D", (_rotary,)),
     "rope_kv_write": (
         "q:t,H,D k:t,S,D v:t,S,D cos_sin:t,R k_cache:P,S,B,D v_cache:P,S,B,D #slot_mapping:t"
-        " q_weight?:D k_weight?:D -> t,H,D | eps",
+        " q_weight?:D k_weight?:D k_scale?:S v_scale?:S -> t,H,D | eps",
         (_rotary,),
     ),
     "scale": (_PLAIN + " | factor", ()),

@@ -55,7 +55,7 @@ class ReferenceRunner:
             if buffer.kind in ("k_cache", "v_cache"):
                 cache = (caches.k if buffer.kind == "k_cache" else caches.v)[buffer.layer]
                 tensor = torch.from_numpy(cache)
-                self._fixed[index] = tensor.view(torch.bfloat16) if buffer.dtype == "bfloat16" else tensor
+                self._fixed[index] = tensor.view(getattr(torch, buffer.dtype))
         self.observe: Callable[[int, list[Any]], None] | None = None
         """Called after each instruction with its index and its outputs' memory, which it may overwrite."""
         producer = producers(plan)

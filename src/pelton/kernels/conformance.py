@@ -105,6 +105,8 @@ def to_numpy(tensor: torch.Tensor) -> Array | NativeTensor:
     """A view with the tensor's strides."""
     if tensor.dtype == torch.bfloat16:
         return NativeTensor(tensor.view(torch.int16).numpy().view(np.uint16), "bfloat16")
+    if tensor.dtype == torch.float8_e4m3fn:
+        return NativeTensor(tensor.view(torch.uint8).numpy(), "float8_e4m3fn")
     array: Array = tensor.numpy()
     return array
 
@@ -246,6 +248,8 @@ def _bytes(x: Array | NativeTensor) -> bytes:
 def _from_numpy(array: Array, dtype: str) -> torch.Tensor:
     if dtype == "bfloat16":
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    if dtype == "float8_e4m3fn":
+        return torch.from_numpy(array.copy()).view(torch.float8_e4m3fn)
     return torch.from_numpy(np.array(array))
 
 

@@ -14,8 +14,9 @@ from pelton.errors import EngineError
 from pelton.kernels.native import Array, Attr, Call, Tensor
 
 _Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Call))
-#: bfloat16 as uint16, as everywhere in NumPy.
-_NUMPY = {code: np.dtype(np.uint16 if name == "bfloat16" else name) for name, code in NATIVE_CODE.items()}
+#: bfloat16 as uint16 and fp8 as uint8, as everywhere in NumPy.
+_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+_NUMPY = {code: np.dtype(_BITS.get(name, name)) for name, code in NATIVE_CODE.items()}
 
 
 class HostKernel:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pelton.dtypes import is_dense
+from pelton.dtypes import KV_CODES, is_dense
 from pelton.errors import ConfigError
 from pelton.kernels.launch import CallSpec, Work
 
@@ -103,7 +103,7 @@ def register_tactic(tactic: Tactic) -> Tactic:
 
 
 #: Element types of KV caches, and the largest head that the native attention kernels take.
-CACHE_DTYPES = ("float32", "float16", "bfloat16")
+CACHE_DTYPES = ("float32", "float16", "bfloat16", *KV_CODES)
 MAX_HEAD_DIM = 512
 #: Scratch of each thread of the native library.
 SCRATCH_BYTES = 1 << 20

@@ -40,6 +40,8 @@ class PassContext:
     """Value type in which the engine stores what a recipe gives, a weight of so many dimensions."""
     activations: str = "float32"
     """Input precision of block-quantised products: float32 or int8."""
+    kv_scales: Dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
+    """By layer, the scales of K and V for each KV head, of caches of 8 bits (ones until measured)."""
     mapping: Mapping = ALONE
     """The rank that is built for."""
     has_tactic: Callable[[NodeSpec], bool] = lambda spec: True

@@ -33,7 +33,7 @@ def run(graph: Graph, context: PassContext) -> PassReport:
 
 def _fuse(graph: Graph, context: PassContext, write: fx.Node) -> str | None:
     """Fuse around ``write``; or say why not."""
-    k_rope, v, k_cache, v_cache, slots = write.args
+    k_rope, v, k_cache, v_cache, slots, *scales = write.args
     readers = [n for n in k_cache.users if op_name(n) == "paged_attention"]  # type: ignore[union-attr]
     if len(readers) != 1:
         return f"{len(readers)} attention ops read this cache, not one"
@@ -57,6 +57,9 @@ def _fuse(graph: Graph, context: PassContext, write: fx.Node) -> str | None:
         q_norm, k_norm = norms
         arguments[:2] = [q_norm.args[0], k_norm.args[0]]
         arguments += [q_norm.args[1], k_norm.args[1], q_norm.args[2]]
+    elif scales:
+        arguments += [None, None, 0.0]
+    arguments += scales
     if not context.supports(graph, NAME, tuple(arguments)):
         return f"the target has no kernel for {NAME} of these types"
     fused = graph.insert_call(NAME, tuple(arguments), like=write, before=write)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pelton.ir import kv_codes
 from pelton.ir.op import Op, Sample, register
 
 
@@ -15,16 +16,19 @@ def reference(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """``k``, ``v``: (T, Hkv, D), any row stride; caches: (blocks, Hkv, block_size, D).
 
-    ``slot_mapping``: (T,) int32, slot = block * block_size + offset; -1 writes nothing.
+    ``slot_mapping``: (T,) int32, slot = block * block_size + offset; -1 writes nothing. ``k_scale``,
+    ``v_scale``: (Hkv,) float32, of caches of 8 bits (``kv_codes``); None: ones.
     """
     keep = slot_mapping >= 0
     slots = slot_mapping[keep].long()
     block, offset = slots // k_cache.shape[2], slots % k_cache.shape[2]
-    k_cache[block, :, offset] = k[keep].to(k_cache.dtype)
-    v_cache[block, :, offset] = v[keep].to(v_cache.dtype)
+    k_cache[block, :, offset] = kv_codes.encode(k[keep], k_cache.dtype, k_scale)
+    v_cache[block, :, offset] = kv_codes.encode(v[keep], v_cache.dtype, v_scale)
 
 
 def shape_rule(
@@ -33,6 +37,8 @@ def shape_rule(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     return None
 
@@ -43,13 +49,22 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         caches = torch.randn(2, 5, 3, 4, 64, generator=g).to(dtype)
         slots = torch.tensor([19, 0, -1, 7, 8, 13], dtype=torch.int32)
         yield Sample(args=(k, v, caches[0], caches[1], slots), name=str(dtype))
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        k, v = 3 * torch.randn(2, 6, 3, 40, generator=g)
+        k[0, 0, :4] = torch.tensor([1e4, -1e4, 1e-6, 0.0])
+        caches = torch.zeros(2, 5, 3, 4, 40, dtype=dtype)
+        slots = torch.tensor([19, 0, -1, 7, 8, 13], dtype=torch.int32)
+        scales = (torch.rand(3, generator=g) / 16 + 0.01, torch.rand(3, generator=g) / 16 + 0.01)
+        yield Sample(args=(k, v, caches[0], caches[1], slots, *scales), name=f"{dtype} scaled")
+        yield Sample(args=(k, v, caches[0], caches[1], slots), name=str(dtype))
 
 
 OP = register(
     Op(
         name="kv_write",
         schema=(
-            "kv_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()"
+            "kv_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+            "Tensor? k_scale=None, Tensor? v_scale=None) -> ()"
         ),
         reference=reference,
         shape_rule=shape_rule,

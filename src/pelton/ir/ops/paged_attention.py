@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pelton.ir import kv_codes
 from pelton.ir.op import Op, Sample, register
 
 
@@ -23,13 +24,16 @@ def reference(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); caches: (blocks, Hkv, block_size, D); ``block_table``: (B, M) int32;
     ``cu_seqlens``: (B+1,) int32; ``seq_lens``: (B,) int32 -> (T, Hq, D).
 
     A query at position p sees keys j <= p, and j > p - window when ``window`` > 0. Blocks wholly
     outside the window may be freed: their table entries are never read. ``softcap`` > 0 caps scores
-    as ``softcap * tanh(s / softcap)`` before the mask.
+    as ``softcap * tanh(s / softcap)`` before the mask. ``k_scale``, ``v_scale``: (Hkv,) float32, of
+    caches of 8 bits (``kv_codes``); None: ones.
     """
     out = torch.zeros_like(q)
     group = q.shape[1] // k_cache.shape[1]
@@ -41,8 +45,8 @@ def reference(
         first = max(0, n_keys - n_queries - window + 1) // k_cache.shape[2] if window else 0
         last = -(-n_keys // k_cache.shape[2])
         blocks = block_table[b, first:last].long()
-        k = k_cache[blocks].transpose(1, 2).flatten(0, 1).float()
-        v = v_cache[blocks].transpose(1, 2).flatten(0, 1).float()
+        k = kv_codes.decode(k_cache[blocks].transpose(1, 2).flatten(0, 1), k_scale)
+        v = kv_codes.decode(v_cache[blocks].transpose(1, 2).flatten(0, 1), v_scale)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), k) * scale
         if softcap > 0:
@@ -69,6 +73,8 @@ def shape_rule(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
 
@@ -101,9 +107,18 @@ def make_sample(
     cu = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
     q = torch.randn(sum(queries), n_q, dim, generator=g)
     seq_lens = torch.tensor([keys for _, keys in lens], dtype=torch.int32)
-    k_cache, v_cache = caches.to(dtype)
+    scales: tuple[torch.Tensor, ...] = ()
+    if dtype in kv_codes.LARGEST:
+        scales = (torch.rand(n_kv, generator=g) / 40 + 0.01, torch.rand(n_kv, generator=g) / 40 + 0.01)
+        codes = (x.nan_to_num().transpose(1, 2).flatten(0, 1) for x in caches)
+        k_cache, v_cache = (
+            kv_codes.encode(x, dtype, s).view(-1, block_size, n_kv, dim).transpose(1, 2).contiguous()
+            for x, s in zip(codes, scales, strict=True)
+        )
+    else:
+        k_cache, v_cache = caches.to(dtype)
     return Sample(
-        args=(q, k_cache, v_cache, table, cu, seq_lens, dim**-0.5, window, softcap),
+        args=(q, k_cache, v_cache, table, cu, seq_lens, dim**-0.5, window, softcap, *scales),
         name=f"{lens} heads={heads} d={dim} window={window} cap={softcap} {dtype}",
     )
 
@@ -121,6 +136,9 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     yield make_sample(g, lens=[(90, 400), (1, 17), (64, 192)], heads=(14, 2), window=150, block_size=8)
     for dtype in (torch.float16, torch.bfloat16):
         yield make_sample(g, lens=[(6, 12), (1, 50)], dtype=dtype, block_size=16)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        yield make_sample(g, lens=[(6, 12), (1, 50), (1, 300)], dtype=dtype, block_size=16)
+        yield make_sample(g, lens=[(130, 140), (1, 30)], dtype=dtype, heads=(6, 2), dim=84, window=40)
 
 
 OP = register(
@@ -128,8 +146,8 @@ OP = register(
         name="paged_attention",
         schema=(
             "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
-            "Tensor cu_seqlens, Tensor seq_lens, float scale, int window=0, float softcap=0.0) "
-            "-> Tensor"
+            "Tensor cu_seqlens, Tensor seq_lens, float scale, int window=0, float softcap=0.0, "
+            "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

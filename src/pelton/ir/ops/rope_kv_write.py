@@ -25,13 +25,15 @@ def reference(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); ``k``, ``v``: (T, Hkv, D); the rest as in rope, kv_write and rms_norm."""
     if q_weight is not None:
         q = rms_norm.reference(q, q_weight, eps)
     if k_weight is not None:
         k = rms_norm.reference(k, k_weight, eps)
-    kv_write.reference(rope.reference(k, cos_sin), v, k_cache, v_cache, slot_mapping)
+    kv_write.reference(rope.reference(k, cos_sin), v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return rope.reference(q, cos_sin)
 
 
@@ -46,6 +48,8 @@ def shape_rule(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
 
@@ -62,6 +66,14 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
             args=(qkv[:, :4], qkv[:, 4:6], qkv[:, 6:], cos_sin, *caches, slots, *weights, 1e-6),
             name=f"{dtype} normed={normed}",
         )
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        qkv = torch.randn(6, (4 + 2 + 2) * 64, generator=g).view(6, 8, 64)
+        angle = torch.randn(6, 32, generator=g)
+        cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
+        caches = torch.zeros(2, 5, 2, 4, 64, dtype=dtype)
+        scales = (torch.tensor([0.04, 0.01]), torch.tensor([0.02, 0.05]))
+        args = (qkv[:, :4], qkv[:, 4:6], qkv[:, 6:], cos_sin, *caches, slots, None, None, 0.0, *scales)
+        yield Sample(args=args, name=f"{dtype} scaled")
 
 
 OP = register(
@@ -70,7 +82,7 @@ OP = register(
         schema=(
             "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos_sin, Tensor(a!) k_cache, "
             "Tensor(b!) v_cache, Tensor slot_mapping, Tensor? q_weight=None, "
-            "Tensor? k_weight=None, float eps=0.0) -> Tensor"
+            "Tensor? k_weight=None, float eps=0.0, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

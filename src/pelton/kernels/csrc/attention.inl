@@ -86,12 +86,14 @@ void run(const Attention& a, const pelton_call* c, pelton_team* team, int thread
 }
 
 // in: q (T, Hq, D), k_cache, v_cache (blocks, Hkv, block_size, D), block_table (B, M), cu_seqlens
-// (B+1), seq_lens (B). out: (T, Hq, D). attrs: scale, window, softcap.
+// (B+1), seq_lens (B), [k_scale, v_scale (Hkv)]. out: (T, Hq, D). attrs: scale, window, softcap.
 void paged_attention(const pelton_call* c, pelton_team* team, int thread) {
   const Attention a(c);
   switch (a.k->dtype) {
     case PELTON_F32: return run<PELTON_F32>(a, c, team, thread);
     case PELTON_BF16: return run<PELTON_BF16>(a, c, team, thread);
+    case PELTON_I8: return run<PELTON_I8>(a, c, team, thread);
+    case PELTON_F8: return run<PELTON_F8>(a, c, team, thread);
     default: return run<PELTON_F16>(a, c, team, thread);
   }
 }

@@ -82,7 +82,7 @@ inline void add_values(const float* p, const void* v, const int64_t* at, int64_t
 // its few miss buffers.
 template <int DTYPE>
 inline void prefetch_row(const void* base, int64_t at, int64_t dim) {
-  constexpr int64_t item = DTYPE == PELTON_F32 ? 4 : 2;
+  constexpr int64_t item = DTYPE == PELTON_F32 ? 4 : DTYPE == PELTON_I8 || DTYPE == PELTON_F8 ? 1 : 2;
   const char* row = (const char*)base + at * item;
   for (int64_t i = 0; i < dim * item; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
@@ -142,7 +142,7 @@ void decode_chunk(const Attention& a, int64_t b, int64_t head, int64_t chunk, fl
   a.offsets(a.v, b, head, begin, end, v_at);
   for (int64_t j = 0; j < kAhead && j < end - begin; j++) prefetch_row<DTYPE>(a.k->data, k_at[j], a.dim);
   float *s = scratch, *q = scratch + 4 * kChunk;
-  const vf scale = vset(a.scale);
+  const vf scale = vset(a.score_scale(head));
   const int64_t passes = (a.group + 3) / 4, rows = (a.group + passes - 1) / passes;
   for (int64_t r = 0; r < a.group; r += rows) {
     const int64_t count = a.group - r < rows ? a.group - r : rows;
@@ -180,7 +180,7 @@ inline void merge(const Attention& a, float* total, const float* next) {
 
 inline void write_output(const Attention& a, int64_t b, int64_t head, const float* partial) {
   for (int64_t r = 0; r < a.group; r++, partial += a.dim + 2) {
-    const vf inverse = vset(1.0f / partial[1]);
+    const vf inverse = vset(a.value_scale(head) / partial[1]);
     float* to = a.out_row(a.first_row(b), head * a.group + r);
     each_vector(a.dim, [=](int64_t i, int n) {
       store_some(to + i, load_some(partial + 2 + i, n) * inverse, n);

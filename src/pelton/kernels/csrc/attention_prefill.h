@@ -80,6 +80,15 @@ inline void transpose8(const __m256* r, float* to, int64_t stride) {
 template <int DTYPE>
 inline __m256 load8(const void* base, int64_t i) {
   if (DTYPE == PELTON_F32) return _mm256_loadu_ps((const float*)base + i);
+  if (DTYPE == PELTON_I8 || DTYPE == PELTON_F8) {
+#if defined(__AVX512F__)
+    alignas(16) uint8_t bytes[16] = {0};
+    memcpy(bytes, (const uint8_t*)base + i, 8);
+    return _mm512_castps512_ps256(load_as<DTYPE>(bytes, 0));
+#else
+    return load_as<DTYPE>(base, i);
+#endif
+  }
   const __m128i half = _mm_loadu_si128((const __m128i*)((const uint16_t*)base + i));
   if (DTYPE == PELTON_F16) return _mm256_cvtph_ps(half);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
@@ -183,7 +192,7 @@ void prefill_tile(const Attention& a, int64_t b, int64_t head, int64_t tile, flo
   float* top = s + rows * kTile;
   float* total = top + rows;
 
-  const vf scale = vset(a.scale);
+  const vf scale = vset(a.score_scale(head));
   for (int64_t r = 0; r < rows; r++) {
     const float* from = a.q_row(a.first_row(b) + first + r / a.group, head * a.group + r % a.group);
     float* to = q + r * dim;
@@ -222,7 +231,7 @@ void prefill_tile(const Attention& a, int64_t b, int64_t head, int64_t tile, flo
   }
 
   for (int64_t r = 0; r < rows; r++) {
-    const vf inverse = vset(1.0f / total[r]);
+    const vf inverse = vset(a.value_scale(head) / total[r]);
     const float* from = out + r * width;
     float* to = a.out_row(a.first_row(b) + first + r / a.group, head * a.group + r % a.group);
     each_vector(dim, [=](int64_t i, int n) { store_some(to + i, load_some(from + i, n) * inverse, n); });

@@ -99,8 +99,37 @@ static inline uint16_t pelton_f32_to_f16(float f) {  // to nearest even; overflo
   u += 0xfff + ((u >> 13) & 1);
   return (uint16_t)(sign | ((u - 0x38000000u) >> 13));
 }
+// e4m3: shifted into a float32's place, the exponent is 120 too small; subnormals come out right as well.
+static inline float pelton_f8_to_f32(uint8_t b) {
+  const uint32_t u = (uint32_t)(b & 0x80) << 24 | (uint32_t)(b & 0x7f) << 20;
+  float f;
+  memcpy(&f, &u, 4);
+  return (b & 0x7f) == 0x7f ? __builtin_nanf("") : f * 0x1p120f;
+}
+static inline uint8_t pelton_f32_to_f8(float f) {  // to nearest even; beyond 448 the largest
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  const uint8_t sign = (uint8_t)(u >> 24 & 0x80);
+  u &= 0x7fffffffu;
+  if (u > 0x7f800000u) return (uint8_t)(sign | 0x7f);
+  if (u >= 0x43e00000u) return (uint8_t)(sign | 0x7e);
+  if (u < 0x3c800000u) {  // subnormal: let the adder round at 2^-9
+    float a;
+    memcpy(&a, &u, 4);
+    a += 16384.0f;
+    memcpy(&u, &a, 4);
+    return (uint8_t)(sign | (u - 0x46800000u));
+  }
+  u += 0x7ffff + ((u >> 20) & 1);
+  return (uint8_t)(sign | ((u - 0x3c000000u) >> 20));
+}
+static inline int64_t pelton_item_size(int32_t dtype) {
+  return dtype == PELTON_F32 ? 4 : dtype == PELTON_I8 || dtype == PELTON_F8 ? 1 : 2;
+}
 static inline float pelton_load(const void* p, int32_t dtype, int64_t i) {
   switch (dtype) {
+    case PELTON_I8: return (float)((const int8_t*)p)[i];
+    case PELTON_F8: return pelton_f8_to_f32(((const uint8_t*)p)[i]);
     case PELTON_F32: return ((const float*)p)[i];
     case PELTON_BF16: return pelton_bf16_to_f32(((const uint16_t*)p)[i]);
     default: return pelton_f16_to_f32(((const uint16_t*)p)[i]);

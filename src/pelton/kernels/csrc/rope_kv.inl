@@ -68,20 +68,37 @@ inline int64_t slot_offset(const pelton_tensor* cache, int64_t slot, int64_t hea
 
 // Asks for a slot's lines, to be written soon: the stores of one token would wait for one line after the other.
 inline void fetch_slot(const pelton_tensor* cache, int64_t slot) {
-  const int64_t item = cache->dtype == PELTON_F32 ? 4 : 2;
+  const int64_t item = pelton_item_size(cache->dtype);
   for (int64_t h = 0; h < cache->shape[1]; h++) {
     const char* at = (const char*)cache->data + slot_offset(cache, slot, h) * item;
     for (int64_t i = 0; i < cache->shape[3] * item; i += 64) __builtin_prefetch(at + i, 1);
   }
 }
 
+// x over the head's scale as codes of 8 bits.
+inline void store_codes(const pelton_tensor* cache, int64_t at, int64_t head, const pelton_tensor* scales, const float* x) {
+  const float scale = scales ? ((const float*)scales->data)[head] : 1.0f;
+  uint8_t* to = (uint8_t*)cache->data + at;
+  for (int64_t i = 0; i < cache->shape[3]; i++) {
+    const float v = x[i] / scale;
+    if (cache->dtype == PELTON_F8) {
+      to[i] = pelton_f32_to_f8(v);
+    } else {
+      const float in_range = v > 127 ? 127 : v < -127 ? -127 : v == v ? v : 0;
+      to[i] = (uint8_t)(int8_t)lrintf(in_range);
+    }
+  }
+}
+
 // Stores one head's vector in the cache (blocks, heads, block_size, D) at `slot`.
-inline void store_slot(const pelton_tensor* cache, int64_t slot, int64_t head, const float* x) {
+inline void store_slot(const pelton_tensor* cache, int64_t slot, int64_t head, const pelton_tensor* scales,
+                       const float* x) {
   const int64_t dim = cache->shape[3], at = slot_offset(cache, slot, head);
   if (cache->dtype == PELTON_F32) {
     memcpy((float*)cache->data + at, x, dim * sizeof(float));
     return;
   }
+  if (pelton_item_size(cache->dtype) == 1) return store_codes(cache, at, head, scales, x);
   uint16_t* to = (uint16_t*)cache->data + at;
   int64_t i = 0;
 #if defined(__AVX2__)
@@ -93,7 +110,8 @@ inline void store_slot(const pelton_tensor* cache, int64_t slot, int64_t head, c
     to[i] = cache->dtype == PELTON_BF16 ? pelton_f32_to_bf16(x[i]) : pelton_f32_to_f16(x[i]);
 }
 
-// in: k, v (T, Hkv, D), k_cache, v_cache, slot_mapping (T) int32; a slot of -1 writes nothing.
+// in: k, v (T, Hkv, D), k_cache, v_cache, slot_mapping (T) int32, [k_scale, v_scale (Hkv)]; a slot of -1 writes
+// nothing.
 void kv_write(const pelton_call* c, pelton_team* team, int thread) {
   const pelton_tensor *k = c->in[0], *v = c->in[1], *k_cache = c->in[2], *v_cache = c->in[3];
   for (PELTON_EACH_CHUNK(team, k->shape[0], kTokensPerClaim, lo, hi)) {
@@ -101,19 +119,20 @@ void kv_write(const pelton_call* c, pelton_team* team, int thread) {
       const int64_t slot = *pelton_row_i32(c->in[4], t);
       if (slot < 0) continue;
       for (int64_t h = 0; h < k->shape[1]; h++) {
-        store_slot(k_cache, slot, h, pelton_row_f32(k, t) + h * k->stride[1]);
-        store_slot(v_cache, slot, h, pelton_row_f32(v, t) + h * v->stride[1]);
+        store_slot(k_cache, slot, h, pelton_in(c, 5), pelton_row_f32(k, t) + h * k->stride[1]);
+        store_slot(v_cache, slot, h, pelton_in(c, 6), pelton_row_f32(v, t) + h * v->stride[1]);
       }
     }
   }
 }
 
 // in: q (T, Hq, D), k, v (T, Hkv, D), cos_sin (T, R), k_cache, v_cache, slot_mapping,
-// [q_weight (D), k_weight (D)]. out: rotated q. attrs: eps.
+// [q_weight (D), k_weight (D), k_scale, v_scale (Hkv)]. out: rotated q. attrs: eps.
 void rope_kv_write(const pelton_call* c, pelton_team* team, int thread) {
   const pelton_tensor *q = c->in[0], *k = c->in[1], *v = c->in[2], *cos_sin = c->in[3];
   const pelton_tensor *k_cache = c->in[4], *v_cache = c->in[5], *y = c->out[0];
   const pelton_tensor *q_weight = pelton_in(c, 7), *k_weight = pelton_in(c, 8);
+  const pelton_tensor *k_scale = pelton_in(c, 9), *v_scale = pelton_in(c, 10);
   const int64_t rotary = cos_sin->shape[1], dim = q->shape[2];
   const float eps = (float)pelton_attr(c, 0, 0);
   float rotated[PELTON_MAX_HEAD_DIM];
@@ -142,8 +161,8 @@ void rope_kv_write(const pelton_call* c, pelton_team* team, int thread) {
           x = rotated;
         }
         rotate(x, rotation, rotated, rotary, dim);
-        store_slot(k_cache, slot, h, rotated);
-        store_slot(v_cache, slot, h, pelton_row_f32(v, t) + h * v->stride[1]);
+        store_slot(k_cache, slot, h, k_scale, rotated);
+        store_slot(v_cache, slot, h, v_scale, pelton_row_f32(v, t) + h * v->stride[1]);
       }
     }
   }

@@ -16,7 +16,7 @@
 
 namespace {
 
-const int kItemBytes[] = {4, 2, 2, 4, 1, 1, 8};  // by pelton_dtype
+const int kItemBytes[] = {4, 2, 2, 4, 1, 1, 8, 1};  // by pelton_dtype
 
 double now() {
   timespec t;
@@ -108,7 +108,7 @@ bool resolve_operands(pelton_plan* p, const pelton_plan_desc* d, const Failure& 
     const pelton_operand& o = d->operands[i];
     pelton_tensor& t = p->tensors[i];
     if (o.buffer < 0 || o.buffer >= d->n_buffers) return fail("operand %d names buffer %d of %d", i, o.buffer, d->n_buffers);
-    if (o.ndim < 0 || o.ndim > PELTON_MAX_DIMS || o.dtype < 0 || o.dtype > PELTON_I64)
+    if (o.ndim < 0 || o.ndim > PELTON_MAX_DIMS || o.dtype < 0 || o.dtype > PELTON_F8)
       return fail("operand %d has %d dimensions of dtype %d", i, o.ndim, o.dtype);
     t.dtype = o.dtype;
     t.ndim = o.ndim;

@@ -163,16 +163,54 @@ inline vf load_f16(const uint16_t* p) {
 }
 #endif
 
+// Bytes as floats: whole numbers, and e4m3 (kernel_util.h says how).
+#if defined(__AVX512F__)
+inline vf load_i8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+inline vf load_f8(const uint8_t* p) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  const __m512i size = _mm512_and_si512(wide, _mm512_set1_epi32(0x7f));
+  const __m512i bits = _mm512_or_si512(_mm512_slli_epi32(_mm512_xor_si512(wide, size), 24), _mm512_slli_epi32(size, 20));
+  const vf value = _mm512_mul_ps(_mm512_castsi512_ps(bits), vset(0x1p120f));
+  return _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(0x7f)), value, vset(NAN));
+}
+#elif defined(__AVX2__)
+inline vf load_i8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline vf load_f8(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  const __m256i size = _mm256_and_si256(wide, _mm256_set1_epi32(0x7f));
+  const __m256i bits = _mm256_or_si256(_mm256_slli_epi32(_mm256_xor_si256(wide, size), 24), _mm256_slli_epi32(size, 20));
+  const vf value = _mm256_mul_ps(_mm256_castsi256_ps(bits), vset(0x1p120f));
+  const __m256i odd = _mm256_cmpeq_epi32(size, _mm256_set1_epi32(0x7f));
+  return _mm256_blendv_ps(value, vset(NAN), _mm256_castsi256_ps(odd));
+}
+#else
+inline vf load_i8(const int8_t* p) { return vf{(float)p[0], (float)p[1], (float)p[2], (float)p[3]}; }
+inline vf load_f8(const uint8_t* p) {
+  return vf{pelton_f8_to_f32(p[0]), pelton_f8_to_f32(p[1]), pelton_f8_to_f32(p[2]), pelton_f8_to_f32(p[3])};
+}
+#endif
+
 // ---- Loads of any float dtype --------------------------------------------------------------------
 template <int DTYPE>
 inline vf load_as(const void* base, int64_t i) {
   if (DTYPE == PELTON_F32) return load((const float*)base + i);
+  if (DTYPE == PELTON_I8) return load_i8((const int8_t*)base + i);
+  if (DTYPE == PELTON_F8) return load_f8((const uint8_t*)base + i);
   if (DTYPE == PELTON_BF16) return load_bf16((const uint16_t*)base + i);
   return load_f16((const uint16_t*)base + i);
 }
 template <int DTYPE>
 inline vf load_n_as(const void* base, int64_t i, int n) {
   if (DTYPE == PELTON_F32) return load_n((const float*)base + i, n);
+  if (DTYPE == PELTON_I8 || DTYPE == PELTON_F8) {
+    uint8_t bytes[LANES] = {0};
+    memcpy(bytes, (const uint8_t*)base + i, (size_t)n);
+    return load_as<DTYPE>(bytes, 0);
+  }
   uint16_t part[LANES] = {0};
   for (int j = 0; j < n; j++) part[j] = ((const uint16_t*)base)[i + j];
   return DTYPE == PELTON_BF16 ? load_bf16(part) : load_f16(part);

@@ -27,7 +27,7 @@ extern "C" {
 
 typedef enum pelton_dtype {
   PELTON_F32 = 0, PELTON_BF16 = 1, PELTON_F16 = 2, PELTON_I32 = 3,
-  PELTON_I8 = 4, PELTON_U8 = 5, PELTON_I64 = 6,
+  PELTON_I8 = 4, PELTON_U8 = 5, PELTON_I64 = 6, PELTON_F8 = 7,  // F8: e4m3, no infinities
 } pelton_dtype;
 
 // A strided view. Operands' last axis has stride 1, but for ops that take any strides. For packed

@@ -1,0 +1,68 @@
+"""Scales of 8-bit KV caches: the largest key and value of each KV head on text, by the eager reference model.
+
+They are static: K and V of a head keep their range from text to text, and what a later text has beyond it
+becomes the largest code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pelton import nn
+from pelton.builder.evaluation import exact_model, windows
+from pelton.builder.probe import sample_tokens
+from pelton.builder.text import BUILT_IN, built_in, encode
+from pelton.builder.weights import WeightSpec
+from pelton.engine.config import EngineConfig
+from pelton.errors import ConfigError
+from pelton.ir.kv_codes import scale_of
+from pelton.models.checkpoint import Checkpoint
+
+#: Tokens of text that are read.
+TOKENS = 512
+
+
+def unmeasured_scales(model: nn.CausalLM) -> dict[int, tuple[list[float], list[float]]]:
+    """Ones for each layer, which stand in the plan until ``measured_weights`` knows better."""
+    ones = {layer: [1.0] * kv.num_kv_heads for layer, kv in enumerate(model.layer_kv())}
+    return {layer: (list(values), list(values)) for layer, values in ones.items()}
+
+
+def with_float32_caches(config: EngineConfig) -> EngineConfig:
+    """``config`` for a reference that rounds nothing."""
+    return msgspec.structs.replace(config, build=msgspec.structs.replace(config.build, kv_dtype="float32"))
+
+
+def measured_weights(
+    weights: Sequence[WeightSpec], config: EngineConfig, checkpoint: Checkpoint, tokenizer: Path
+) -> tuple[WeightSpec, ...]:
+    """``weights`` with the scales that this model's keys and values want; streams the model once a window."""
+    assert config.build.kv_dtype
+    reference = exact_model(checkpoint, config)
+    largest: dict[str, torch.Tensor] = {}
+    for batch in windows(_tokens(config, tokenizer), config):
+        reference.run(batch)
+        for kind, caches in (("k", reference.k_caches), ("v", reference.v_caches)):
+            for layer, cache in enumerate(caches):
+                # Slots that no token has taken are NaN.
+                top = cache.nan_to_num(0.0).abs().amax(dim=(0, 2, 3))
+                name = f"{kind}_scale.{layer}"
+                largest[name] = torch.maximum(largest.get(name, top), top)
+    dtype = getattr(torch, config.build.kv_dtype)
+    scales = {name: scale_of(top, dtype).numpy() for name, top in largest.items()}
+    return tuple(replace(w, source=scales[w.name]) if w.name in scales else w for w in weights)
+
+
+def _tokens(config: EngineConfig, tokenizer: Path) -> npt.NDArray[np.int32]:
+    try:
+        text = built_in(0)[: 16 * TOKENS]
+        return encode(text, tokenizer, config.model.vocab_size, name=BUILT_IN)[:TOKENS]
+    except ConfigError:  # no usable tokenizer
+        return sample_tokens(tokenizer, config.model.vocab_size, TOKENS, np.random.default_rng(0))
