@@ -111,7 +111,7 @@ def test_automatic_choices_and_what_is_said(
         ({"dtype": "bf16"}, "unknown dtype 'bf16'; did you mean bfloat16"),
         ({"dtype": "q4_0"}, "unknown dtype 'q4_0'"),
         ({"activations": "int4"}, "unknown activations 'int4'; did you mean int8"),
-        ({"kv_dtype": "fp8"}, "unknown kv_dtype 'fp8'"),
+        ({"kv_dtype": "int4"}, "unknown kv_dtype 'int4'"),
         ({"threads": -1}, "threads must be 0"),
         ({"fast_build": True, "timing": True}, "timing contradicts fast_build"),
         ({"profiling": "full"}, "unknown profiling 'full'"),

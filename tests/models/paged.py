@@ -26,6 +26,7 @@ class PagedRunner:
     block_size: int = 4
     max_sequences: int = 4
     forward: Callable[..., torch.Tensor] | None = None
+    kv_dtype: torch.dtype = torch.float32
     lengths: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -37,8 +38,9 @@ class PagedRunner:
             order = torch.randperm(blocks, generator=generator)[: self.columns * self.max_sequences]
             self.tables.append(order.view(self.max_sequences, self.columns).int())
         shapes = [(blocks, kv.num_kv_heads, self.block_size, kv.head_dim) for kv in self.model.layer_kv()]
-        self.k_caches = [torch.full(shape, float("nan")) for shape in shapes]
-        self.v_caches = [torch.full(shape, float("nan")) for shape in shapes]
+        empty = 0.0 if self.kv_dtype == torch.int8 else float("nan")
+        self.k_caches = [torch.full(shape, empty).to(self.kv_dtype) for shape in shapes]
+        self.v_caches = [torch.full(shape, empty).to(self.kv_dtype) for shape in shapes]
 
     def arguments(self, step: Step, rows: Sequence[int]) -> tuple[object, ...]:
         """``forward``'s arguments for the step, with the logits of packed ``rows``."""

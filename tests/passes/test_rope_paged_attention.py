@@ -21,6 +21,7 @@ from pelton.passes import (
     run_graph_passes,
 )
 from tests.models import zoo
+from tests.models.oracle import load_ours
 from tests.passes.support import FLOAT32, create, logits, ops
 
 
@@ -42,12 +43,7 @@ def node_of(graph: Graph, op: str) -> fx.Node:
 @pytest.mark.parametrize("make", [zoo.llama, zoo.qwen3, zoo.gemma2], ids=["llama", "qwen3", "gemma2"])
 def test_a_fused_layer_gives_the_same_bits(make: Any) -> None:
     """With norms of heads, windows and soft-caps too."""
-    model = create(make())
-    model = model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model = load_ours(make())
     graph = trace(model, max_seq_len=64, block_size=4)
     rope_kv_write.run(graph, FLOAT32)
     want, writes = logits(model, graph), effects(graph)

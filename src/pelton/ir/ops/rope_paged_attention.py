@@ -31,6 +31,8 @@ def reference(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); ``k``, ``v``: (T, Hkv, D); the rest as in rope_kv_write and paged_attention
     -> (T, Hq, D).
@@ -39,10 +41,20 @@ def reference(
     already or its sequence has no keys.
     """
     rotated = rope_kv_write.reference(
-        q, k, v, cos_sin, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps
+        q, k, v, cos_sin, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps, k_scale, v_scale
     )
     return paged_attention.reference(
-        rotated, k_cache, v_cache, block_table, cu_seqlens, seq_lens, scale, window, softcap
+        rotated,
+        k_cache,
+        v_cache,
+        block_table,
+        cu_seqlens,
+        seq_lens,
+        scale,
+        window,
+        softcap,
+        k_scale,
+        v_scale,
     )
 
 
@@ -63,6 +75,8 @@ def shape_rule(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
 
@@ -134,7 +148,7 @@ OP = register(
             "rope_paged_attention(Tensor q, Tensor k, Tensor v, Tensor cos_sin, Tensor(a!) k_cache, "
             "Tensor(b!) v_cache, Tensor slot_mapping, Tensor block_table, Tensor cu_seqlens, "
             "Tensor seq_lens, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window=0, "
-            "float softcap=0.0) -> Tensor"
+            "float softcap=0.0, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

@@ -1,0 +1,54 @@
+"""Engines whose KV cache has 8 bits: twice the blocks, scales as measured, answers near the exact ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pelton.builder.build import build
+from pelton.engine.artifact import open_engine
+from pelton.engine.config import BuildConfig
+from pelton.engine.kv_cache import block_bytes
+from pelton.engine.session import Session
+from pelton.errors import ConfigError
+from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
+from tests.e2e.stepper import Stepper, relative_error
+
+KINDS = {"int8": "int8", "fp8": "float8_e4m3fn"}
+
+
+@pytest.mark.parametrize("asked", KINDS)
+def test_an_engine_with_codes_in_its_cache(asked: str, tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint(TINY_LLAMA)
+    exact = build(checkpoint, BuildConfig(kv_dtype="float16"), output=tmp_path / "f16")
+    report = build(checkpoint, BuildConfig(kv_dtype=asked), output=tmp_path / "codes")
+    assert report.quality is not None and exact.quality is not None
+    assert exact.quality.kl_mean < report.quality.kl_mean < 0.02
+    engine = open_engine(tmp_path / "codes")
+    build_config = engine.config.build
+    assert build_config.kv_dtype == KINDS[asked]
+    assert build_config.block_size is not None
+    (group,) = engine.config.model.kv_groups
+    halves = block_bytes(group, build_config.block_size, "float16")
+    assert 2 * block_bytes(group, build_config.block_size, KINDS[asked]) == halves
+    shards = engine.weights
+    for layer in range(TINY_LLAMA["num_hidden_layers"]):
+        k, v = (shards[f"{kind}_scale.{layer}"][:4].view(np.float32)[0] for kind in "kv")
+        assert k > 0
+        assert v > 0
+        assert k != v
+    logits = []
+    for runner in ("native", "reference"):
+        with Session(tmp_path / "codes", runner=runner, kv_blocks=8) as session:  # type: ignore[arg-type]
+            stepper = Stepper(session)
+            stepper.step({0: [5, 9, 11], 1: [7]})
+            logits.append(stepper.step({0: [3], 1: [2]}))
+    for sequence in (0, 1):
+        assert relative_error(logits[0][sequence], logits[1][sequence]) < 0.05
+
+
+def test_an_unknown_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_dtype.*int4.*fp8"):
+        build(RandomCheckpoint(TINY_LLAMA), BuildConfig(kv_dtype="int4"), output=tmp_path / "x")
