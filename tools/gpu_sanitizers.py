@@ -4,9 +4,9 @@
 
 The tactic's smallest samples, compiled as for an engine, are launched by an engine's launcher over memory
 of exactly their size, so that an access beyond it is found; that it would be is tried first, with a step of
-more tokens than there are. A sanitizer slows a kernel down ten to a hundred times: each tactic runs in a
-process of its own, several at a time, for at most ``--timeout`` seconds. Ends with 1 where a tool found
-something.
+more tokens than there are. A sanitizer slows a kernel down ten to a hundred times: a few tactics share a
+process, several at a time, for at most ``--timeout`` seconds; where something is found each runs again alone.
+Ends with 1 where a tool found something.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (.*)")
 #: Kernels of cuBLASLt are not ours; racecheck has much to say of hand-made barriers.
 RACECHECK_SKIPS = ("cublaslt",)
+#: Tactics that share a process: a sanitizer takes seconds to start.
+_TOGETHER = 6
 #: The run of a whole engine.
 _ENGINE = "an engine"
 #: What is run with a row too many, to see that it is found.
@@ -64,20 +66,22 @@ def chosen_cases(per_tactic: int) -> dict[str, list[Any]]:
     }
 
 
-def run_tactic(folder: Path, name: str, per_tactic: int) -> None:
-    """In the sanitizer's process: every chosen case of a tactic."""
+def run_tactics(folder: Path, names: Sequence[str], per_tactic: int) -> None:
+    """In the sanitizer's process: every chosen case of some tactics."""
     from pelton.builder.cuda_conformance import DeviceRunner
     from pelton.kernels import conformance_cuda
 
-    cases = chosen_cases(per_tactic)[_CANARY if name == _TOO_MANY else name]
+    known = chosen_cases(per_tactic)
     with DeviceRunner(folder, exact=True) as runner:
-        if name == _TOO_MANY:
-            call = conformance_cuda.call_of(cases[0])
-            runner(cases[0], replace(call, dims={**call.dims, "T": call.dims["T"] + 1}))
-            return
-        for case in cases:
-            conformance_cuda.check(case, runner)
-    print(f"CHECKED {len(cases)} cases")
+        for name in names:
+            if name == _TOO_MANY:
+                case = known[_CANARY][0]
+                call = conformance_cuda.call_of(case)
+                runner(case, replace(call, dims={**call.dims, "T": call.dims["T"] + 1}))
+                return
+            for case in known[name]:
+                conformance_cuda.check(case, runner)
+            print(f"CHECKED {name}: {len(known[name])} cases", flush=True)
 
 
 def build_engine(folder: Path) -> None:
@@ -117,17 +121,27 @@ def run_engine(folder: Path) -> None:
         while executor.has_work:
             assert not any(update.error for update in executor.step())
         executor.close()
-    print(f"CHECKED {len(settings)} cases")
+    print(f"CHECKED {_ENGINE}: {len(settings)} requests", flush=True)
 
 
-def sanitize(tool: str, folder: Path, name: str, args: argparse.Namespace) -> tuple[bool, str]:
-    """(clean, what to say)."""
+@dataclass(frozen=True)
+class Found:
+    """What a tool says of some tactics that ran in one process."""
+
+    clean: bool
+    summary: str
+    checked: dict[str, str]
+    """By tactic: how many cases."""
+
+
+def sanitize(tool: str, folder: Path, names: Sequence[str], args: argparse.Namespace) -> Found:
+    """Run ``names`` under ``tool``."""
     options = ["--leak-check", "full"] if tool == "memcheck" else ["--racecheck-report", "analysis"]
     command = [
         args.sanitizer, "--tool", tool, *options, "--error-exitcode", "86", "--print-limit", "3",
-        sys.executable, __file__, "--run", name, "--folder", str(folder), "--cases", str(args.cases),
+        sys.executable, __file__, "--run", ",".join(names), "--folder", str(folder),
+        "--cases", str(args.cases),
     ]  # fmt: skip
-    start = time.perf_counter()
     # A process group of its own: a sanitizer that is killed leaves what it watches running.
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -137,18 +151,27 @@ def sanitize(tool: str, folder: Path, name: str, args: argparse.Namespace) -> tu
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
-        return False, f"did not end within {args.timeout} s"
-    seconds = time.perf_counter() - start
-    summary = SUMMARY.search(output)
-    checked = re.search(r"CHECKED (\d+) cases", output)
-    clean = child.returncode == 0 and checked is not None
-    what = (
-        f"{checked[1] if checked else 'no'} cases, {summary[1] if summary else 'no summary'}, {seconds:.0f} s"
-    )
-    if clean:
-        return True, what
+        return Found(False, f"did not end within {args.timeout} s", {})
+    found = SUMMARY.search(output)
+    summary = found[1] if found else "no summary"
+    checked = dict(re.findall(r"CHECKED (.*): (\d+ \w+)", output))
+    if child.returncode == 0 and all(name in checked for name in names):
+        return Found(True, summary, checked)
     lines = [line for line in output.splitlines() if "=========" in line or "Error" in line]
-    return False, "\n    ".join([f"{what}, exit code {child.returncode}", *lines[:12]])
+    said = "\n    ".join([f"{summary}, exit code {child.returncode}", *lines[:12]])
+    return Found(False, said, checked)
+
+
+def sanitize_each(
+    tool: str, folder: Path, names: Sequence[str], args: argparse.Namespace
+) -> list[tuple[str, str, bool, str]]:
+    """(tool, tactic, clean, what to say) of each; one by one where together they are not clean."""
+    together = sanitize(tool, folder, names, args)
+    if together.clean:
+        return [(tool, name, True, f"{together.checked[name]}, {together.summary}") for name in names]
+    if len(names) == 1:
+        return [(tool, names[0], False, together.summary)]
+    return [row for name in names for row in sanitize_each(tool, folder, [name], args)]
 
 
 def main() -> int:
@@ -168,7 +191,7 @@ def main() -> int:
         run_engine(args.folder / "tiny.engine")
         return 0
     if args.run:
-        run_tactic(args.folder, args.run, args.cases)
+        run_tactics(args.folder, args.run.split(","), args.cases)
         return 0
     if not args.sanitizer:
         print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
@@ -186,28 +209,28 @@ def main() -> int:
             build_engine(folder / "tiny.engine")
             names.append(_ENGINE)
         print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-        if _CANARY in cases and "Invalid" not in (told := sanitize("memcheck", folder, _TOO_MANY, args)[1]):
-            print(told)
-            print("memcheck does not find an access beyond an allocation here", file=sys.stderr)
-            return 2
-        work = [
-            (tool, name)
-            for tool in args.tools.split(",")
-            for name in names
-            if tool != "racecheck" or not any(part in name for part in RACECHECK_SKIPS)
-        ]
+        if _CANARY in cases:
+            told = sanitize("memcheck", folder, [_TOO_MANY], args).summary
+            if "Invalid" not in told:
+                print(f"memcheck does not find an access beyond an allocation here: {told}", file=sys.stderr)
+                return 2
+        work = []
+        for tool in args.tools.split(","):
+            own = [n for n in cases if tool != "racecheck" or not any(part in n for part in RACECHECK_SKIPS)]
+            work += [(tool, own[i : i + _TOGETHER]) for i in range(0, len(own), _TOGETHER)]
+            if names[-1] == _ENGINE:
+                work.append((tool, [_ENGINE]))
         with ThreadPoolExecutor(args.jobs) as pool:
-            results = list(pool.map(lambda job: sanitize(job[0], folder, job[1], args), work))
-    report(work, results)
-    bad = sum(not clean for clean, _ in results)
-    print(f"{len(work)} runs, {bad} not clean, {time.perf_counter() - start:.0f} s")
-    return 1 if bad else 0
-
-
-def report(work: Sequence[tuple[str, str]], results: Sequence[tuple[bool, str]]) -> None:
-    """A line for each run, those that found something last."""
-    for (tool, name), (clean, what) in sorted(zip(work, results, strict=True), key=lambda r: not r[1][0]):
+            rows = [
+                row
+                for part in pool.map(lambda job: sanitize_each(job[0], folder, job[1], args), work)
+                for row in part
+            ]
+    for tool, name, clean, what in sorted(rows, key=lambda row: not row[2]):
         print(f"{tool:<10}{name:<36}{'clean' if clean else 'FOUND'}  {what}")
+    bad = sum(not row[2] for row in rows)
+    print(f"{len(rows)} runs, {bad} not clean, {time.perf_counter() - start:.0f} s")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
