@@ -59,7 +59,7 @@ def run(tool: Any, folder: Path, canary: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_tactic_that_races_is_named_and_no_other(
     tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tool, tmp_path, "echo Invalid read; exit 86", monkeypatch) == 1
+    assert run(tool, tmp_path, "echo ========= Invalid read; exit 86", monkeypatch) == 1
     lines = capsys.readouterr().out.splitlines()
     found = [line for line in lines if "FOUND" in line]
     assert len(found) == 1
