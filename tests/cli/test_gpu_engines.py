@@ -88,3 +88,11 @@ def test_doctor_measures_the_gpu(pelton: Run, gpu: NullLibrary) -> None:
     said = pelton("doctor").out
     assert "null, sm_90, " in said
     assert "gpu rates       4295 GB/s, " in said
+
+
+def test_a_share_that_is_too_small_is_one_sentence(pelton: Run, engine: Path, gpu: NullLibrary) -> None:
+    done = pelton("run", engine, "Hi", "--gpu-memory-fraction", "0.0001")
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "for weights and work; " in done.err
+    assert "are free on null, of which 0% may be used" in done.err

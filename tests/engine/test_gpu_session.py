@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pelton.engine.session import Session
@@ -101,3 +103,48 @@ def test_a_launch_that_is_refused_while_a_graph_is_made_is_said_itself(
         with pytest.raises(DeviceError, match="illegal"), capture(stream):
             pass
         assert session.samples
+
+
+def test_random_traffic_takes_no_memory_once_it_is_warm(engine: Path, gpu: NullLibrary) -> None:
+    """As ``tests/gpu/test_cuda_leaks.py`` on a GPU: allocations, graphs and events, and the blocks."""
+    made: Counter[str] = Counter()
+    pairs = {
+        "cuEventCreate": "cuEventDestroy_v2",
+        "cuGraphInstantiateWithFlags": "cuGraphExecDestroy",
+        "cuStreamCreate": "cuStreamDestroy_v2",
+        "cuModuleLoadData": "cuModuleUnload",
+    }
+    for make, end in pairs.items():
+        for name, change in ((make, 1), (end, -1)):
+
+            def count(*args: Any, name: str = make, change: int = change, begins: bool = name == make) -> int:
+                made[name] += change
+                if begins:
+                    args[0]._obj.value = 1
+                return 0
+
+            setattr(gpu, name, count)
+    rng = np.random.default_rng(0)
+    session = Session(engine, kv_blocks=40)
+    executor = Executor(session)
+    held: list[tuple[int, int]] = []
+    for step in range(400):
+        while len(executor._sequences) < 6:
+            name = str(rng.integers(1 << 40))
+            prompt = rng.integers(0, 250, int(rng.integers(1, 60))).tolist()
+            penalty = 1.1 if rng.random() < 0.1 else 1.0  # these need their logits on the host
+            request = make_request(
+                name, prompt, max_tokens=int(rng.integers(1, 20)), repetition_penalty=penalty, ignore_eos=True
+            )
+            executor.add(request)
+            if rng.random() < 0.1:
+                executor.abort(name)
+        executor.step()
+        if step >= 200:
+            held.append((len(gpu._memory), sum(made.values())))
+    assert len(set(held)) == 1, sorted(set(held))
+    executor.close()
+    assert [pool.num_used for pool in executor.kv.pools] == [0]
+    session.close()
+    assert not gpu._memory
+    assert not +made, made  # all that was made is gone

@@ -169,7 +169,7 @@ class CublasLt:
         if self.handle:
             library().cublasLtDestroy(self.handle)  # it may fail where the GPU has: nothing is left to free
             self.handle = C.c_void_p()
-            self.workspace.close()
+        self.workspace.close()
 
 
 def _layout(dtype: str, rows: int, columns: int, leading: int) -> C.c_void_p:
