@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pelton
+from pelton.engine.artifact import open_engine
 from tests.checkpoint import packers
 from tests.checkpoint.packers import Packed, quantized_checkpoint
 from tests.checkpoint.test_quantized_formats import (
@@ -108,4 +109,29 @@ def test_projections_that_are_stacked_with_others_that_are_not_quantised(tmp_pat
     model.set_attn_implementation("eager")
     engine = tmp_path / "x.engine"
     pelton.build(tmp_path / "m", pelton.BuildConfig(**EXACT, **SMALL), output=engine)
+    check_against(model, engine, 1e-4)
+
+
+@pytest.mark.parametrize("arch", ["llama", "phi3"])
+def test_act_order_weights_stay_blocks(arch: str, tmp_path: Path) -> None:
+    config, pack = CASES["gptq in act-order"]
+    model = quantized_checkpoint(tmp_path / "m", config, pack, arch=arch, pad_token_id=None)
+    model.set_attn_implementation("eager")
+    engine = tmp_path / "x.engine"
+    report = pelton.build(tmp_path / "m", pelton.BuildConfig(**EXACT, **SMALL), output=engine)
+    (found,) = (p for p in report.passes if p.name == "permute_inputs")
+    assert found.changed == 8 and not found.skipped  # four products a layer
+    opened = open_engine(engine)
+    assert {b.quant for b in opened.plan.buffers if "proj.weight" in b.name} == {"int4_g32"}
+    assert sum(i.op == "take_columns" for i in opened.plan.instructions) == 8
+    check_against(model, engine, 1e-4)
+
+
+def test_act_order_weights_are_dequantised_without_the_pass(tmp_path: Path) -> None:
+    config, pack = CASES["gptq in act-order"]
+    model = quantized_checkpoint(tmp_path / "m", config, pack)
+    model.set_attn_implementation("eager")
+    engine = tmp_path / "x.engine"
+    settings = pelton.BuildConfig(**EXACT, **SMALL, passes={"permute_inputs": "off"})
+    pelton.build(tmp_path / "m", settings, output=engine)
     check_against(model, engine, 1e-4)

@@ -169,6 +169,10 @@ void rows_and_elements(Random& random, pelton_team* team) {
   for (int64_t i = 0; i < n; i++) index.ints()[i] = (int32_t)random.below(tokens);
   Call().input(&x).input(&index).output(taken).run(team, "cpu.take_rows");
   taken.check_finite();
+  Operand order(PELTON_F32, 1, dim);
+  for (int64_t i = 0; i < dim; i++) static_cast<float*>(order.t.data)[i] = (float)random.below(dim);
+  Call().input(&x).input(&order).output(y).run(team, "cpu.take_columns");
+  y.check_finite();
 }
 
 void pointwise(Random& random, pelton_team* team) {

@@ -47,6 +47,7 @@ ROW_ARGUMENTS = {
     "scale": (0,),
     "softcap": (0,),
     "softmax": (0,),
+    "take_columns": (0,),
     "take_rows": (1,),
     "unary": (0,),
 }

@@ -132,6 +132,7 @@ def compile_model(
 
     context = PassContext(
         quant_of=quant_of,
+        resolve=lambda recipe: resolve_sources(recipe, checkpoint.source),
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
         stored_quant=lambda recipe, dimensions: stored(quant_of(recipe), dimensions),
         activations=config.activations,

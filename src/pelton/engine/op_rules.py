@@ -86,6 +86,7 @@ _TABLE: dict[str, tuple[str, tuple[Callable[[Bound], bool], ...]]] = {
     "scale": (_PLAIN + " | factor", ()),
     "softcap": (_PLAIN + " | cap", ()),
     "softmax": (_PLAIN, ()),
+    "take_columns": ("x:T,K order:K -> T,K", ()),
     "take_rows": ("x:t,K #logits_indices:n -> n,K", ()),
     "unary": (_PLAIN + " | kind", ()),
 }

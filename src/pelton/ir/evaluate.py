@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pelton.dtypes import is_dense
 from pelton.errors import CheckpointError
+from pelton.ir.blocks import dequantize
 from pelton.ir.recipe import (
     AddScalar,
     Columns,
@@ -24,12 +25,14 @@ from pelton.ir.recipe import (
     PadRows,
     PermuteRows,
     Product,
+    PutColumns,
     Recipe,
     Rows,
     Scale,
     ScaleColumns,
     Source,
     Sum,
+    TakeColumns,
     Transpose,
     is_power_of_two,
 )
@@ -65,6 +68,14 @@ def evaluate(recipe: Recipe, read: Callable[[str], HostTensor]) -> HostTensor:
         case PermuteRows(base, heads, inner):
             tensor = evaluate(base, read)
             return HostTensor(tensor.quant, tensor.shape, permute_rows(tensor.data, heads, inner))
+        case TakeColumns(base, order):
+            tensor, columns = _loose(evaluate(base, read)), evaluate(order, read).data
+            return HostTensor(tensor.quant, tensor.shape, tensor.data[:, columns])
+        case PutColumns(base, order):
+            tensor, columns = _loose(evaluate(base, read)), evaluate(order, read).data
+            put = np.empty_like(tensor.data)
+            put[:, columns] = tensor.data
+            return HostTensor(tensor.quant, tensor.shape, put)
         case Transpose(base):
             tensor = evaluate(base, read)
             _need_dense(tensor.quant, recipe, "transposed")
@@ -133,6 +144,8 @@ def infer_shape(recipe: Recipe, infos: Mapping[str, TensorLike]) -> tuple[int, .
             return (stop - start, *infer_shape(base, infos)[1:])
         case PermuteRows(base) | AddScalar(base) | Scale(base) | ScaleColumns(base):
             return infer_shape(base, infos)
+        case TakeColumns(base) | PutColumns(base):
+            return infer_shape(base, infos)
         case PadRows(base, rows):
             return (rows, *infer_shape(base, infos)[1:])
         case Columns(base, start, stop):
@@ -159,6 +172,9 @@ def infer_quant(recipe: Recipe, infos: Mapping[str, TensorLike]) -> str:
             return _common({infer_quant(part, infos) for part in parts})
         case Rows(base) | PadRows(base) | PermuteRows(base):
             return infer_quant(base, infos)
+        case TakeColumns(base) | PutColumns(base):
+            quant = infer_quant(base, infos)
+            return quant if is_dense(quant) else "float32"
         case Columns(base):
             quant = infer_quant(base, infos)
             _need_dense(quant, recipe, "split by columns")
@@ -191,6 +207,11 @@ def infer_quant(recipe: Recipe, infos: Mapping[str, TensorLike]) -> str:
             _need_dense(infer_quant(base, infos), recipe, "added to")
             return "float32"
     raise AssertionError(f"unknown recipe {type(recipe).__name__}")
+
+
+def _loose(tensor: HostTensor) -> HostTensor:
+    """Values that can be moved one by one."""
+    return tensor if tensor.dense else HostTensor("float32", tensor.shape, dequantize(tensor))
 
 
 def _concat(parts: list[HostTensor]) -> HostTensor:

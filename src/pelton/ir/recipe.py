@@ -110,6 +110,32 @@ class PermuteRows(Recipe):
 
 
 @dataclass(frozen=True)
+class TakeColumns(Recipe):
+    """Column i of the result is column ``order[i]`` of the 2-D ``base``; ``order`` is a vector of int32.
+
+    Blocks come dequantised (float32), since their groups are torn apart.
+    """
+
+    base: Recipe
+    order: Recipe
+
+    def over(self, *bases: Recipe) -> Recipe:
+        return take_columns(*bases)
+
+
+@dataclass(frozen=True)
+class PutColumns(Recipe):
+    """Column i of the 2-D ``base`` is column ``order[i]`` of the result: undoes ``TakeColumns``.
+
+    GPTQ's act-order: a weight is stored with the columns of each group together, and this puts them back.
+    Blocks come dequantised (float32).
+    """
+
+    base: Recipe
+    order: Recipe
+
+
+@dataclass(frozen=True)
 class Transpose(Recipe):
     """The transpose of a dense 2-D ``base`` (GPT-2's Conv1D weights)."""
 
@@ -198,6 +224,13 @@ def transpose(base: Recipe) -> Recipe:
     return base.base if isinstance(base, Transpose) else Transpose(base)
 
 
+def take_columns(base: Recipe, order: Recipe) -> Recipe:
+    """``TakeColumns``; of columns that were put in the same order it is what they were put from."""
+    if isinstance(base, PutColumns) and base.order == order:
+        return base.base
+    return TakeColumns(base, order)
+
+
 def rows(base: Recipe, start: int, stop: int) -> Recipe:
     """``Rows``, taken as early as possible, so that evaluating it reads no more than it must."""
     match base:
@@ -209,6 +242,10 @@ def rows(base: Recipe, start: int, stop: int) -> Recipe:
             return Scale(rows(inner, start, stop), factor)
         case ScaleColumns(inner, factors):
             return ScaleColumns(rows(inner, start, stop), factors)
+        case TakeColumns(inner, order):
+            return TakeColumns(rows(inner, start, stop), order)
+        case PutColumns(inner, order):
+            return PutColumns(rows(inner, start, stop), order)
     return Rows(base, start, stop)
 
 
@@ -216,5 +253,7 @@ def is_row_wise(recipe: Recipe) -> bool:
     """Whether ``rows`` of it are made of rows of one checkpoint tensor, so that a part costs as its size."""
     match recipe:
         case Rows(inner) | AddScalar(inner) | Scale(inner) | ScaleColumns(inner):
+            return is_row_wise(inner)
+        case TakeColumns(inner) | PutColumns(inner):
             return is_row_wise(inner)
     return isinstance(recipe, Source)

@@ -31,7 +31,7 @@ MARGIN = 64
 _ELEMENTS = {"*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16, "*i32": torch.int32}
 SENTINEL = 7.5
 #: Operands that are weights, by parts of their names: their sizes are fixed when an engine is built.
-_FIXED = ("weight", "bias", "inv_freq", "scales", "zeros")
+_FIXED = ("weight", "bias", "inv_freq", "scales", "zeros", "order")
 
 
 @dataclass(frozen=True)

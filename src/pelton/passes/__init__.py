@@ -20,6 +20,7 @@ from pelton.passes import (
     norm_gemm,
     norm_quantise,
     parallelize_embedding,
+    permute_inputs,
     quantise_kv,
     rope_kv_write,
     rope_paged_attention,
@@ -39,6 +40,7 @@ PASSES: tuple[Pass, ...] = (
     # From here on over the traced graph.
     constant_folding.PASS,
     simplify_views.PASS,
+    permute_inputs.PASS,
     fold_scaling.PASS,
     fold_norm_weight.PASS,
     cse.PASS,

@@ -36,6 +36,8 @@ class PassContext:
     """Value type (dense dtype or block type) of what a recipe gives, as the checkpoint stores it."""
     read: Callable[[Recipe], HostTensor] = _no_values
     """Evaluates a recipe now. Read only what must be known, in pieces (``Rows``): memory is bounded."""
+    resolve: Callable[[Recipe], Recipe] = lambda recipe: recipe
+    """A recipe over what the checkpoint's files hold (``Checkpoint.source``)."""
     stored_quant: Callable[[Recipe, int], str] = lambda recipe, dimensions: "float32"
     """Value type in which the engine stores what a recipe gives, a weight of so many dimensions."""
     activations: str = "float32"

@@ -20,7 +20,7 @@ NAME = "early_take_rows"
 ROW_WISE = frozenset(
     {
         "linear", "rms_norm", "layer_norm", "add_rms_norm", "activation", "gated_activation", "softcap",
-        "scale", "unary", "binary", "binary_scalar",
+        "scale", "unary", "binary", "binary_scalar", "take_columns",
     }
 )  # fmt: skip
 """Ops whose result's row t depends on row t of their inputs (and on weights) alone."""

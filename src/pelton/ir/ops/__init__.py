@@ -34,6 +34,7 @@ from pelton.ir.ops import (  # noqa: F401
     scale,
     softcap,
     softmax,
+    take_columns,
     take_rows,
     to_float32,
     unary,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from pelton.errors import CheckpointError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.kv_quant import KVQuant
-from pelton.ir.recipe import Recipe, Source, Transpose
+from pelton.ir.recipe import PutColumns, Recipe, Source, transpose
 from pelton.ir.tensors import HostTensor
 from pelton.models.checkpoint.base import Checkpoint, TensorInfo
 from pelton.models.checkpoint.hf_tokenizer import HFTokenizer
@@ -55,6 +56,9 @@ class HFCheckpoint(Checkpoint):
 
     def read(self, name: str) -> HostTensor:
         info = self.tensors[name]
+        if name in self._orders:
+            order = self._orders[name]()
+            return HostTensor("int32", order.shape, order)
         if name in self._quantized:
             tensor, rounded = self._quantized[name].read()
             if rounded:
@@ -72,10 +76,14 @@ class HFCheckpoint(Checkpoint):
         return HostTensor(info.quant, info.shape, np.require(data, requirements="A"))
 
     def source(self, name: str) -> Recipe:
+        weight = self._quantized.get(name)
+        if weight is None:
+            return Source(name)
+        recipe: Recipe = Source(name)
+        if weight.order is not None:
+            recipe = PutColumns(recipe, Source(weight.order_name))
         # Quantisers see a Conv1D layer as a linear one: (outputs, inputs).
-        if name in self._quantized and self._architecture == "GPT2LMHeadModel":
-            return Transpose(Source(name))
-        return Source(name)
+        return transpose(recipe) if self._architecture == "GPT2LMHeadModel" else recipe
 
     def activation_quant(self, name: str) -> ActivationQuant | None:
         return self._quantized[name].activation if name in self._quantized else None
@@ -125,6 +133,7 @@ class HFCheckpoint(Checkpoint):
         self._kv_quant: KVQuant | None = None
         self._kv_scales: list[str] = []
         self._rounded: dict[str, float] = {}
+        self._orders: dict[str, Callable[[], npt.NDArray[Any]]] = {}
         found = quantization_config(self.path, self.config)
         if found is None:
             return
@@ -134,6 +143,7 @@ class HFCheckpoint(Checkpoint):
         stored = StoredTensors(str(self.path), self._stored)
         self._quantized = quantized_weights(where, values, stored)
         self._kv_quant, self._kv_scales = kv_quant(Settings(where, values), stored)
+        self._orders = {w.order_name: w.order for w in self._quantized.values() if w.order is not None}
         biases = (f"{name.removesuffix('.weight')}.bias" for name in self._quantized)
         self.zero_biases = tuple(name for name in biases if name in stored)
 
@@ -152,6 +162,9 @@ class HFCheckpoint(Checkpoint):
                 infos[weight.name] = TensorInfo(
                     name=weight.name, shape=weight.shape, quant=weight.quant, nbytes=nbytes, note=weight.note
                 )
+                if weight.order is not None:
+                    order, size = weight.order_name, weight.shape[1]
+                    infos[order] = TensorInfo(name=order, shape=(size,), quant="int32", nbytes=4 * size)
         return infos
 
     def _open_shards(self) -> list[SafetensorsFile]:

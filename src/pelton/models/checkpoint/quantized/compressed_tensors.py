@@ -26,7 +26,13 @@ from pelton.models.checkpoint.quantized.fp4 import fp4_weight
 from pelton.models.checkpoint.quantized.fp8 import fp8_weight
 from pelton.models.checkpoint.quantized.settings import Settings
 from pelton.models.checkpoint.quantized.stored import FLOATS, Array, StoredTensors
-from pelton.models.checkpoint.quantized.weight import Integers, IntegerWeight, QuantizedWeight, unpack
+from pelton.models.checkpoint.quantized.weight import (
+    Integers,
+    IntegerWeight,
+    QuantizedWeight,
+    act_order,
+    unpack,
+)
 
 FORMATS = (
     "pack-quantized",
@@ -183,7 +189,7 @@ def _integers(
             stored.need(zero, ("int8",), stored.entry(scale).shape)
     if zero in stored:
         parts.append(zero)
-    order = _order(module, weights, parts, cols, group, stored)
+    index, whole = _index(module, parts, cols, group, stored)
     middle = np.uint8(1 << (bits - 1))
 
     def start() -> Callable[[slice], Integers]:
@@ -208,7 +214,7 @@ def _integers(
 
     signed = symmetric and strategy != "group"
     weight = IntegerWeight(
-        shape=(rows, cols), bits=bits, group=group, start=start, signed=signed, order=order
+        shape=(rows, cols), bits=bits, group=group, start=start, signed=signed, index=index, whole=whole
     )
     return QuantizedWeight(
         name=f"{module}.weight",
@@ -216,6 +222,7 @@ def _integers(
         shape=(rows, cols),
         quant=weight.quant,
         read=weight.read,
+        order=weight.order,
         activation=activation,
     )
 
@@ -240,20 +247,16 @@ def _shape(module: str, name: str, bits: int, parts: list[str], stored: StoredTe
     return rows, cols
 
 
-def _order(
-    module: str, weights: Settings, parts: list[str], cols: int, group: int, stored: StoredTensors
-) -> Callable[[], Array] | None:
-    """The group of each input where ``actorder`` is group and they are not neighbours."""
+def _index(
+    module: str, parts: list[str], cols: int, group: int, stored: StoredTensors
+) -> tuple[Callable[[], Array] | None, bool]:
+    """``act_order`` of a weight whose ``actorder`` is group."""
     name = f"{module}.weight_g_idx"
     if name not in stored:
-        return None
+        return None, True
     parts.append(name)
     stored.need(name, ("int32", "int64"), (cols,))
     index = stored.array(name)
-    if index.min() < 0:  # as they are before calibration: no order
-        return None
-    if index.max() >= cols // group:
-        raise stored.wrong(f"has {name} with group {index.max()}, and {cols // group} groups")
-    if np.array_equal(index, np.arange(cols) // group):
-        return None
-    return lambda: stored.array(name)
+    if (index == -1).all():  # as they are before calibration: no order
+        return None, True
+    return act_order(index, group, name, stored)

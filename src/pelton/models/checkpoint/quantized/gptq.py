@@ -21,7 +21,13 @@ import numpy as np
 
 from pelton.models.checkpoint.quantized.settings import Settings
 from pelton.models.checkpoint.quantized.stored import FLOATS, Array, StoredTensors
-from pelton.models.checkpoint.quantized.weight import Integers, IntegerWeight, QuantizedWeight, unpack
+from pelton.models.checkpoint.quantized.weight import (
+    Integers,
+    IntegerWeight,
+    QuantizedWeight,
+    act_order,
+    unpack,
+)
 
 BITS = (2, 3, 4, 8)
 FORMATS = ("gptq", "gptq_v2")
@@ -67,12 +73,12 @@ def _weight(
     stored.need(f"{module}.scales", FLOATS, (groups, rows))
     stored.need(f"{module}.qzeros", ("int32",), (groups, rows * bits // 32))
     parts = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
-    order = None
+    index, whole = None, True
     if f"{module}.g_idx" in stored:
         parts.append(f"{module}.g_idx")
-        stored.need(parts[-1], ("int32",), (cols,))
+        stored.need(parts[-1], ("int32", "int64"), (cols,))
         if settings.flag("desc_act", False):
-            order = _order(module, group, cols, stored)
+            index, whole = act_order(stored.array(parts[-1]), group, parts[-1], stored)
 
     def start() -> Callable[[slice], Integers]:
         words, z = stored.array(f"{module}.qweight"), zeros()
@@ -88,27 +94,12 @@ def _weight(
         ones = np.uint32(sum(1 << i for i in range(0, 32, bits)))
         return unpack(words.view(np.uint32) + ones, bits)
 
-    weight = IntegerWeight(shape=(rows, cols), bits=bits, group=group, start=start, order=order)
+    weight = IntegerWeight(shape=(rows, cols), bits=bits, group=group, start=start, index=index, whole=whole)
     return QuantizedWeight(
         name=f"{module}.weight",
         parts=tuple(parts),
         shape=(rows, cols),
         quant=weight.quant,
         read=weight.read,
+        order=weight.order,
     )
-
-
-def _order(module: str, group: int, cols: int, stored: StoredTensors) -> Any:
-    """A reader of the columns' groups, None where they are neighbours.
-
-    It is small, and whether the weight can be used as it is depends on it: read at once.
-    """
-    index = stored.array(f"{module}.g_idx")
-    if index.min() < 0 or index.max() >= cols // group:
-        raise stored.wrong(
-            f"has {module}.g_idx with group {index.max() if index.min() >= 0 else index.min()}, and "
-            f"{cols // group} groups"
-        )
-    if np.array_equal(index, np.arange(cols) // group):
-        return None
-    return lambda: stored.array(f"{module}.g_idx")

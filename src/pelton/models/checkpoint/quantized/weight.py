@@ -14,7 +14,7 @@ from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import row_chunks
 from pelton.ir.group_blocks import from_codes, group_of
 from pelton.ir.tensors import HostTensor
-from pelton.models.checkpoint.quantized.stored import Array, Float32, UInt8
+from pelton.models.checkpoint.quantized.stored import Array, Float32, StoredTensors, UInt8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,13 @@ class QuantizedWeight:
     """The weight, and the relative error that rounding its scales to the block type's made (0: none)."""
     activation: ActivationQuant | None = None
     """How the input of its product is quantised."""
+    order: Callable[[], Array] | None = None
+    """The column of the Hugging Face weight that each column of what ``read`` gives is; None: its own."""
+
+    @property
+    def order_name(self) -> str:
+        """What the order is called, as a tensor of the checkpoint."""
+        return f"{self.name.removesuffix('.weight')}.input_order"
 
     @property
     def note(self) -> str:
@@ -62,25 +69,40 @@ class IntegerWeight:
     """What reads some rows; it may hold what all of them need."""
     signed: bool = False
     """No zero points, so that 8-bit codes with one scale a row are int8."""
-    order: Callable[[], Array] | None = field(default=None)
-    """The group of each column, where that is not ``column // group``."""
+    index: Callable[[], Array] | None = field(default=None)
+    """The group of each column, where that is not ``column // group`` (act-order)."""
+    whole: bool = True
+    """Every group has ``group`` columns, so that they can be put together."""
+
+    @property
+    def order(self) -> Callable[[], Array] | None:
+        """Columns as ``read`` gives them: those of a group together, in their order."""
+        if self.index is None or not self.whole or self._block_type is None:
+            return None
+        index = self.index
+        return lambda: np.argsort(index(), kind="stable").astype(np.int32)
 
     @property
     def quant(self) -> str:
         """The block type that holds it, else a name of the format's own."""
-        cols = self.shape[1]
-        if self.order is not None:
+        if self.index is not None and not self.whole:
             return f"int{self.bits}_g{self.group}_act_order"
+        return self._block_type or f"int{self.bits}_g{self.group}"
+
+    @property
+    def _block_type(self) -> str | None:
+        cols = self.shape[1]
         if self.signed and self.bits == 8 and self.group == cols:
             return "int8_row"
-        size = next((s for s in reversed(GROUP_SIZES) if self.group % s == 0 and cols % s == 0), self.group)
-        return f"int{self.bits}_g{size}"
+        size = next((s for s in reversed(GROUP_SIZES) if self.group % s == 0 and cols % s == 0), None)
+        return None if size is None else f"int{self.bits}_g{size}"
 
     def read(self) -> tuple[HostTensor, float]:
         """The weight and the relative error of its rounded scales. Raises ``CheckpointError``."""
         rows, cols = self.shape
         quant, groups = self.quant, self._groups()
         block = BLOCK_TYPES.get(quant)
+        order = None if self.order is None else self.order()
         kind, width = (np.float32, cols) if block is None else (np.uint8, block.row_bytes(cols))
         out = np.empty((rows, width), kind)
         error = total = 0.0
@@ -99,11 +121,12 @@ class IntegerWeight:
             total += float(np.square(finite, dtype=np.float64).sum())
             repeat = math.ceil(self.group / group_of(quant))
             z = None if piece.z is None else np.repeat(piece.z.astype(np.uint8), repeat, axis=1)
-            out[part] = from_codes(quant, piece.q, np.repeat(d, repeat, axis=1), z).data
+            q = piece.q if order is None else piece.q[:, order]
+            out[part] = from_codes(quant, q, np.repeat(d, repeat, axis=1), z).data
         return HostTensor("float32" if block is None else quant, self.shape, out), _root(error, total)
 
     def _groups(self) -> Array:
-        return np.arange(self.shape[1]) // self.group if self.order is None else self.order()
+        return np.arange(self.shape[1]) // self.group if self.index is None else self.index()
 
     def _rounded(self, d: Float32) -> Float32:
         if self.bits == 8:
@@ -116,6 +139,24 @@ class IntegerWeight:
                 "Pelton keeps scales of such codes"
             )
         return rounded
+
+
+def act_order(
+    index: Array, group: int, name: str, stored: StoredTensors
+) -> tuple[Callable[[], Array] | None, bool]:
+    """What reads the group of each column, None where they are neighbours, and whether groups are whole.
+
+    ``name``: of the stored ``index``. It is small, and how the weight can be used depends on it: looked at
+    at once. Raises ``CheckpointError`` for a group that is not there.
+    """
+    groups = len(index) // group
+    if index.min() < 0 or index.max() >= groups:
+        worst = index.min() if index.min() < 0 else index.max()
+        raise stored.wrong(f"has {name} with group {worst}, and {groups} groups")
+    if np.array_equal(index, np.arange(len(index)) // group):
+        return None, True
+    whole = bool((np.bincount(index, minlength=groups) == group).all())
+    return lambda: stored.array(name), whole
 
 
 def _dequantized(piece: Integers, groups: Array, bits: int) -> Float32:

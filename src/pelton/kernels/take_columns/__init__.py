@@ -1,0 +1,1 @@
+"""Tactics of ``take_columns``."""
