@@ -135,3 +135,16 @@ def test_act_order_weights_are_dequantised_without_the_pass(tmp_path: Path) -> N
     settings = pelton.BuildConfig(**EXACT, **SMALL, passes={"permute_inputs": "off"})
     pelton.build(tmp_path / "m", settings, output=engine)
     check_against(model, engine, 1e-4)
+
+
+def test_what_a_checkpoint_says_of_inputs_and_caches_and_is_not_done_is_reported(tmp_path: Path) -> None:
+    config, pack = CASES["int-quantized"]
+    config = {**config, "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}}
+    quantized_checkpoint(tmp_path / "m", config, pack)
+    settings = pelton.BuildConfig(**EXACT, **SMALL)
+    report = pelton.build(tmp_path / "m", settings, output=tmp_path / "x.engine", dry_run=True)
+    assert (
+        "the checkpoint quantises the inputs of 14 products to int8 per token; here they are float32"
+        in report.notes
+    )
+    assert "the checkpoint quantises KV caches to fp8; here they are float32" in report.notes

@@ -16,6 +16,7 @@ from pelton.builder.extensions import load_plugins, notes_on, usable, with_exten
 from pelton.builder.facts import (
     checkpoint_facts,
     expected_tensors,
+    unapplied_quantisation,
 )
 from pelton.builder.kv_calibration import unmeasured_scales
 from pelton.builder.lower import lower
@@ -112,6 +113,7 @@ def compile_model(
     )
     notes += [f"{info.name}: {info.note}" for info in checkpoint.tensors.values() if info.note]
     notes += [f"config.json: {key} is not known and has no effect" for key in model.ignored_options]
+    notes += unapplied_quantisation(checkpoint, config.activations, config.kv_dtype)
     infos = readable(checkpoint)
     load_plugins()
     assert config.target is not None

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pelton import nn
 from pelton.builder.resolve import CheckpointFacts
 from pelton.builder.sources import readable, resolve_sources
 from pelton.engine.config import KVGroup, ModelConfig
+from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.recipe import AddScalar, PermuteRows, Recipe, Source, Transpose
 from pelton.models.checkpoint import Checkpoint
 
@@ -34,6 +37,28 @@ def quant_elements(checkpoint: Checkpoint) -> dict[str, int]:
     for info in checkpoint.tensors.values():
         found[info.quant] = found.get(info.quant, 0) + math.prod(info.shape)
     return found
+
+
+def unapplied_quantisation(checkpoint: Checkpoint, activations: str, kv_dtype: str) -> list[str]:
+    """What the checkpoint says of inputs and caches and an engine does not do: sentences for the report."""
+    notes: list[str] = []
+    inputs: dict[ActivationQuant, int] = {}
+    for name in checkpoint.tensors:
+        quant = checkpoint.activation_quant(name)
+        if quant is not None:
+            kind = msgspec.structs.replace(quant, scale=float(quant.scale > 0))
+            inputs[kind] = inputs.get(kind, 0) + 1
+    for quant, count in inputs.items():
+        how = f"per {quant.group} columns" if quant.group else f"per {quant.per}"
+        scale = " with static scales" if quant.scale else ""
+        notes.append(
+            f"the checkpoint quantises the inputs of {count} products to {quant.dtype} {how}{scale}; "
+            f"here they are {activations}"
+        )
+    kv = checkpoint.kv_quant()
+    if kv is not None and kv.dtype != kv_dtype:
+        notes.append(f"the checkpoint quantises KV caches to {kv.dtype}; here they are {kv_dtype}")
+    return notes
 
 
 def model_recipes(model: nn.CausalLM, source: Callable[[str], Recipe]) -> dict[str, Recipe]:
