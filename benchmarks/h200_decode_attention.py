@@ -106,18 +106,22 @@ def variants(shape: Shape, sweep: bool) -> Iterator[Variant]:
         for splits in (1, 2, 4, 8, 16, 32, 64):
             per = -(-shape.context // splits)
             programs = splits * shape.batch * KV_HEADS
-            if per < min(keys, 64) or not (splits == 1 or programs <= 4300) or programs < 32:
+            if per < min(keys, 64) or (splits > 1 and programs > 4300) or programs < 32:
+                continue
+            if splits == 1 and prefetch:
                 continue
             how = Decode(shape.batch, splits, keys, keys, stages, warps, prefetch)
             yield shape.variant("sweep", asdict(how), decode(call, how))
 
 
-#: Keys at a time, warps, stages, blocks prefetched.
-SWEEP = [
-    (keys, warps, stages, prefetch)
-    for keys, warps, stages, prefetch in itertools.product((16, 32, 64, 128), (1, 2, 4), (3, 5, 7), (0, 16))
-    if 16 * warps <= 2 * keys and keys * stages <= 400
+#: Keys at a time, warps, stages; each with and without blocks prefetched.
+_TILES = [
+    *((16, 1, stages) for stages in (3, 5, 7, 9)),
+    *((32, warps, stages) for warps, stages in ((1, 3), (1, 5), (1, 7), (2, 3), (2, 5))),
+    *((64, warps, stages) for warps in (1, 2, 4) for stages in (3, 5)),
+    *((128, warps, stages) for warps, stages in ((2, 3), (4, 3), (4, 5))),
 ]
+SWEEP = [(*tiles, prefetch) for tiles in _TILES for prefetch in (0, 16)]
 
 
 TILES = ("splits", "least", "keys", "stages", "warps", "prefetch")
@@ -229,8 +233,8 @@ def main() -> None:
                 f" {r['floor'] / r['us']:>5.0%}  {tiles}",
                 flush=True,
             )
-    if args.json:
-        args.json.write_text(json.dumps(rows))
+        if args.json:
+            args.json.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from pelton.kernels.gpu.driver import (
     Memory,
     Stream,
     capture,
+    dependent_launch,
     library,
     tensor_map,
 )
@@ -277,6 +278,9 @@ class Bench:
         config.grid[:] = grid + [1] * (3 - len(grid))
         config.block[:] = (cubin.threads, 1, 1)
         config.shared, config.stream = cubin.shared, self.stream.handle
+        if source.dependent and self.overlap:
+            attribute = dependent_launch()
+            config.attributes, config.n_attributes = C.pointer(attribute), 1
 
         def launch(keep: Any = values) -> None:
             code = library().cuLaunchKernelEx(C.byref(config), function.handle, parameters, None)

@@ -97,7 +97,7 @@ def decode(call: CallSpec, how: Decode) -> tuple[Work, ...]:
     b.constants(SHARED=how.splits > 1, JOIN=_joined(warps, power_of_two(group) * block_d))
     b.constants(PREFETCH=how.prefetch, THREADS=32 * warps, STAGES=how.stages)
     grid = (Term(times=kv_heads),), (Term(times=how.splits),), (rows(q),)
-    return (b.launch(*grid, num_warps=warps),)
+    return (b.launch(*grid, num_warps=warps, dependent=True),)
 
 
 def _joined(warps: int, values: int) -> int:

@@ -9,16 +9,15 @@ nothing waits for a store. Whichever program finishes last joins the parts (flas
 import triton
 import triton.language as tl
 
+from pelton.kernels.gpu.triton_dependent import gdc_launch_dependents, gdc_wait
 from pelton.kernels.rope_kv_write.triton_rope_kv_write import rotated
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-#: Triton's interpreter does not run assembly.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _prefetch(addresses, nbytes):
-    """Begin to bring so many bytes at each address into L2 (sm_90); a multiple of 16, or 0 for none."""
+    """Begin to bring so many bytes at each address into L2; a multiple of 16, or 0 for none."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
         "=r,l,r",
@@ -84,6 +83,7 @@ def decode(
     PREFETCH: tl.constexpr,
     THREADS: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -105,16 +105,19 @@ def decode(
     table = block_table + b * COLUMNS
     d = tl.arange(0, BLOCK_D)
     in_head = d < D
-    if PREFETCH > 0 and not INTERPRETED:
-        # On their way while the queries are rotated: a thread starts a block of its own.
-        page = begin // PAGE + tl.arange(0, THREADS)
-        wanted = (page * PAGE < end) & (tl.arange(0, THREADS) < PREFETCH)
-        at = (tl.load(table + page, mask=wanted, other=0).to(tl.int64) * KV_HEADS + kv_head) * (PAGE * D)
-        nbytes = tl.where(wanted, PAGE * D * (k_cache.dtype.element_ty.primitive_bitwidth // 8), 0)
-        _prefetch(k_cache + at, nbytes)
-        _prefetch(v_cache + at, nbytes)
-
-    # From here on what the step's earlier kernels wrote.
+    if DEPENDENT:
+        gdc_launch_dependents()
+        if PREFETCH > 0:
+            # Blocks of earlier steps. A thread starts one, if there are so many.
+            page = begin // PAGE + tl.arange(0, THREADS)
+            wanted = (page * PAGE < end) & (tl.arange(0, THREADS) < PREFETCH)
+            first_row = (tl.load(table + page, mask=wanted, other=0).to(tl.int64) * KV_HEADS + kv_head) * (
+                PAGE * D
+            )
+            nbytes = tl.where(wanted, PAGE * D * (k_cache.dtype.element_ty.primitive_bitwidth // 8), 0)
+            _prefetch(k_cache + first_row, nbytes)
+            _prefetch(v_cache + first_row, nbytes)
+        gdc_wait()
     row = tl.arange(0, ROWS)
     head = kv_head * GROUP + row
     valid = row < GROUP
