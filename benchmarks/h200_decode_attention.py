@@ -25,7 +25,7 @@ from h200_kernels import BANDWIDTH, DIM, HEADS, KV_HEADS, Bench, Variant, compil
 from pelton.engine.resources import cores
 from pelton.kernels.gpu.driver import Event, Memory, capture
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work, on_behalf
-from pelton.kernels.rope_paged_attention.cuda import DECODES, Decode, decode
+from pelton.kernels.rope_paged_attention.cuda import LARGEST, Decode, decode, decode_tiles
 from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, shipped_tactics
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -75,10 +75,6 @@ def separately(call: CallSpec, batch: int) -> tuple[Work, ...]:
     )
 
 
-def tactic_of(batch: int) -> Decode:
-    return next(how for how in DECODES if not how.largest or batch <= how.largest)
-
-
 @dataclass(frozen=True)
 class Shape:
     """Sequences and their keys."""
@@ -99,8 +95,9 @@ class Shape:
 def variants(shape: Shape, sweep: bool) -> Iterator[Variant]:
     call = call_of(shape.page)
     yield shape.variant("separate", {}, separately(call, shape.batch))
-    how = tactic_of(shape.batch)
-    yield shape.variant("one", asdict(how), decode(call, how))
+    largest = next((n for n in LARGEST if shape.batch <= n), 0)
+    how = decode_tiles(largest, KV_HEADS)
+    yield shape.variant("one", asdict(how), decode(call, how, shape.batch))
     for keys, warps, stages, prefetch in SWEEP if sweep else ():
         # From one program a KV head to what fills the GPU several times.
         for splits in (1, 2, 4, 8, 16, 32, 64):
@@ -110,8 +107,8 @@ def variants(shape: Shape, sweep: bool) -> Iterator[Variant]:
                 continue
             if splits == 1 and prefetch:
                 continue
-            how = Decode(shape.batch, splits, keys, keys, stages, warps, prefetch)
-            yield shape.variant("sweep", asdict(how), decode(call, how))
+            how = Decode(splits, keys, keys, stages, warps, prefetch)
+            yield shape.variant("sweep", asdict(how), decode(call, how, shape.batch))
 
 
 #: Keys at a time, warps, stages; each with and without blocks prefetched.

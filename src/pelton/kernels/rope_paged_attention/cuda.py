@@ -15,6 +15,7 @@ from pelton.kernels.launch import (
     Argument,
     Builder,
     CallSpec,
+    OperandSpec,
     Term,
     Work,
     on_behalf,
@@ -23,7 +24,7 @@ from pelton.kernels.launch import (
 )
 from pelton.kernels.paged_attention import cuda as paged_attention
 from pelton.kernels.rope_kv_write import cuda as rope_kv_write
-from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
+from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, gpu_caches
 
 MODULE = "pelton.kernels.rope_paged_attention.triton_decode"
 
@@ -33,16 +34,14 @@ _ATTEND = (4, 5, 7, 8, 9)
 
 
 _attentions = {tactic.name: tactic for tactic in paged_attention.TACTICS}
-_ATTENTION = _attentions["cuda.paged_attention"]
+ATTENTION = _attentions["cuda.paged_attention"]
 _INVARIANT = _attentions["cuda.paged_attention.invariant"]
 
 
 @dataclass(frozen=True)
 class Decode:
-    """How a decode step's keys are dealt out: measured on an H200 (``benchmarks/h200_kernels.py``)."""
+    """How a decode step's keys are dealt out."""
 
-    largest: int
-    """Sequences of the largest step; 0: any."""
     splits: int
     """Programs that share a sequence's keys, at most."""
     least: int
@@ -55,34 +54,37 @@ class Decode:
     """Blocks that a program starts to read before it has its queries, at most."""
 
 
-DECODES = (
-    Decode(1, 32, 64, 64, 2, 2),
-    Decode(2, 32, 64, 64, 2, 2),
-    Decode(4, 16, 64, 64, 2, 2),
-    Decode(8, 16, 128, 64, 2, 2),
-    Decode(16, 8, 128, 64, 2, 2),
-    Decode(32, 8, 256, 64, 2, 2),
-    Decode(64, 4, 1024, 64, 2, 2),
-    Decode(0, 1, 64, 64, 2, 2),
-)
+#: Sequences of the largest step of a tactic; 0: any.
+LARGEST = (1, 2, 4, 8, 16, 32, 0)
+#: Programs that are enough to fill a GPU, and that may share a sequence's keys.
+_ENOUGH, _MOST = 512, 32
 
 
-def decode(call: CallSpec, how: Decode) -> tuple[Work, ...]:
-    """The launch for a step in which every sequence has one token."""
+def decode_tiles(largest: int, kv_heads: int) -> Decode:
+    """For steps of at most ``largest`` sequences (0: any); measured on an H200
+    (``benchmarks/h200_decode_attention.py``)."""
+    splits = min(_MOST, max(1, _ENOUGH // (largest * kv_heads))) if largest else 1
+    if largest == 1:
+        return Decode(splits, 64, 64, 3, 4)
+    return Decode(splits, 32, 16, 5, 1)
+
+
+def decode(call: CallSpec, how: Decode, sequences: int) -> tuple[Work, ...]:
+    """The launch for a step of at most so many sequences, each with one token."""
     q, k, v, cos_sin, k_cache = (call.input(i) for i in range(5))
     heads, dim = int(q.shape[1]), int(q.shape[2])
     kv_heads, page = int(k.shape[1]), int(k_cache.shape[2])
     group, block_d = heads // kv_heads, max(16, power_of_two(dim))
     group_rows = max(16, power_of_two(group))
-    keys = how.keys if dim <= 128 else how.keys // 2
-    warps = max(how.warps, group_rows // 16)
+    keys = how.keys if dim <= 128 else max(16, how.keys // 2)
+    warps = max(how.warps, group_rows // 16, block_d // 128)
     b = Builder(call, MODULE, "decode")
     for index, name in enumerate(("q", "k", "v", "cos_sin", "k_cache", "v_cache", "slots", "block_table")):
         b.input(name, index)
     b.input("seq_lens", 9).input("q_weight", 10).input("k_weight", 11).output("out")
     if how.splits > 1:
         b.counters("counters")
-        for name, offset in _parts(how, heads).items():
+        for name, offset in _parts(sequences, heads, how.splits).items():
             b.workspace(name, offset)
     else:
         b.constants(counters=None, partial=None, partial_max=None, partial_sum=None)
@@ -100,30 +102,35 @@ def decode(call: CallSpec, how: Decode) -> tuple[Work, ...]:
     return (b.launch(*grid, num_warps=warps, dependent=True),)
 
 
+def _tiles(largest: int, k: OperandSpec | TensorSpec | None) -> Decode:
+    assert k is not None
+    return decode_tiles(largest, int(k.shape[1]))
+
+
 def _joined(warps: int, values: int) -> int:
     """Parts of so many values that fit into the registers of a program at a time."""
     return max(1, power_of_two(warps * 32 * 128 // values + 1) // 2)
 
 
-def _parts(how: Decode, heads: int) -> Mapping[str, int]:
+def _parts(sequences: int, heads: int, splits: int) -> Mapping[str, int]:
     """Offsets of the partial results in the workspace, bytes."""
-    n = how.largest * heads * how.splits * 4
+    n = sequences * heads * splits * 4
     n += -n % 16
     return {"partial": 2 * n, "partial_max": 0, "partial_sum": n}
 
 
-def _workspace(how: Decode) -> Callable[[NodeSpec, int], int]:
+def _workspace(largest: int) -> Callable[[NodeSpec, int], int]:
     def nbytes(node: NodeSpec, max_tokens: int) -> int:
         q = node.inputs[0]
         assert q is not None
-        heads, dim = int(q.shape[1]), int(q.shape[2])
-        parts = _parts(how, heads)["partial"] + how.largest * heads * how.splits * dim * 4
-        return max(parts if how.splits > 1 else 0, _attention_bytes(_ATTENTION, node, max_tokens))
+        heads, dim, splits = int(q.shape[1]), int(q.shape[2]), _tiles(largest, node.inputs[1]).splits
+        parts = _parts(largest, heads, splits)["partial"] + largest * heads * splits * dim * 4
+        return max(parts if splits > 1 else 0, attention_bytes(ATTENTION, node, max_tokens))
 
     return nbytes
 
 
-def _separately(attention: Tactic) -> Callable[[CallSpec, int], tuple[Work, ...]]:
+def separately(attention: Tactic) -> Callable[[CallSpec, int], tuple[Work, ...]]:
     """Both parts by their own kernels, the second as in any step of the tactic ``attention``."""
 
     def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
@@ -152,7 +159,7 @@ def _input(index: int) -> Argument:
     return Argument("input", index=index)
 
 
-def _attention_bytes(attention: Tactic, node: NodeSpec, max_tokens: int) -> int:
+def attention_bytes(attention: Tactic, node: NodeSpec, max_tokens: int) -> int:
     """The workspace that the second part wants."""
     inputs = node.inputs[0], *(node.inputs[i] for i in _ATTEND)
     return attention.workspace(NodeSpec(op=attention.op, inputs=inputs, attrs=node.attrs), max_tokens)
@@ -162,36 +169,36 @@ def _supports(node: NodeSpec) -> bool:
     return gpu_caches(node, 4, 5)
 
 
-def _counts(how: Decode) -> Callable[[NodeSpec], bool]:
+def _counts(largest: int) -> Callable[[NodeSpec], bool]:
     """Whether there are counters for every sequence and KV head of a step."""
 
     def supports(node: NodeSpec) -> bool:
         k = node.inputs[1]
         assert k is not None
-        return _supports(node) and how.largest * int(k.shape[1]) <= COUNTERS
+        return _supports(node) and largest * int(k.shape[1]) <= COUNTERS
 
     return supports
 
 
-def _decode(how: Decode) -> Callable[[CallSpec, int], tuple[Work, ...]]:
-    return lambda call, max_tokens: decode(call, how)
+def _decode(largest: int) -> Callable[[CallSpec, int], tuple[Work, ...]]:
+    return lambda call, max_tokens: decode(call, _tiles(largest, call.inputs[1]), largest)
 
 
 TACTICS = [
     *(
         Tactic(
-            name=f"cuda.rope_paged_attention.{how.largest or 'any'}",
+            name=f"cuda.rope_paged_attention.{largest or 'any'}",
             op="rope_paged_attention",
             device="cuda",
-            supports=_counts(how),
-            priority=20 if how.largest else 10,
+            supports=_counts(largest),
+            priority=20 if largest else 10,
             precision="bfloat16",
-            largest_tokens=how.largest,
-            workspace=_workspace(how),
-            launches=_separately(_ATTENTION),
-            decode=_decode(how),
+            largest_tokens=largest,
+            workspace=_workspace(largest),
+            launches=separately(ATTENTION),
+            decode=_decode(largest),
         )
-        for how in DECODES
+        for largest in LARGEST
     ),
     Tactic(
         name="cuda.rope_paged_attention.invariant",
@@ -201,7 +208,7 @@ TACTICS = [
         priority=0,
         precision="bfloat16",
         batch_invariant=True,
-        workspace=functools.partial(_attention_bytes, _INVARIANT),
-        launches=_separately(_INVARIANT),
+        workspace=functools.partial(attention_bytes, _INVARIANT),
+        launches=separately(_INVARIANT),
     ),
 ]

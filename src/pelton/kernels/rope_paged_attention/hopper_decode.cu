@@ -1,0 +1,391 @@
+// rope_paged_attention of a few sequences with one token each, on compute capability 9.0: one launch, in which
+// nothing goes through global memory but the operands.
+//
+// A cluster of CLUSTER blocks has one KV head of one sequence. Its warps take tiles of 16 keys in turn, each warp
+// for itself: it copies them to its own part of shared memory, STAGES tiles ahead, and keeps its own online
+// softmax (Milakov & Gimelshein, 2018). The first copies begin before the kernel ahead of this one has ended: they
+// are of earlier steps. Then each block rotates the group's queries; the last one also the new key, which it
+// stores with its value and attends to as a tile of one. At the end warps join their parts in shared memory, and
+// blocks theirs through the cluster's distributed shared memory.
+//
+// Constants: KV_HEADS, GROUP (query heads of a KV head, up to 16), D (64, 128), TURN (half the dimensions that
+// rotate), PAGE (8 to 128, a power of two), COLUMNS of the block table, Q_ROW, K_ROW, V_ROW and Q_HEAD, K_HEAD,
+// V_HEAD (strides, elements), WINDOW, SOFTCAP, HALF (float16 instead of bfloat16), NORM_Q, NORM_K (whether heads
+// are normalised first), WEIGHTS32 (whether the norms' weights are float32), CLUSTER (1 to 8), STAGES.
+#include "hopper.cuh"
+
+typedef unsigned short u16;
+
+constexpr int WARPS = 4, THREADS = 32 * WARPS, KEYS = 16, ROWS = 16;
+constexpr int CHUNKS = D / 8;  // of 16 bytes, in a row
+constexpr u32 ROW_BYTES = 2 * D, TILE_BYTES = KEYS * ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
+constexpr int VALUES = GROUP * D, HEADS = KV_HEADS * GROUP;
+constexpr float LOG2_E = 1.4426950408889634f;
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+
+// Shared memory: the warps' tiles (later their parts), queries, the new key and value, the block's part.
+constexpr u32 Q_AT = WARPS * STAGES * STAGE_BYTES, NEW_AT = Q_AT + TILE_BYTES, PART_AT = NEW_AT + STAGE_BYTES;
+constexpr u32 BEST_AT = PART_AT + 4 * VALUES, TOTAL_AT = BEST_AT + 4 * ROWS;
+constexpr u32 WARP_BEST_AT = TOTAL_AT + 4 * ROWS, WARP_TOTAL_AT = WARP_BEST_AT + 4 * ROWS * WARPS;
+static_assert(4 * VALUES <= STAGES * STAGE_BYTES, "a warp's part fits where its tiles were");
+
+// ---- Elements ----
+
+DEVICE float to_float(u16 x) {
+#if HALF
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+#else
+    return __int_as_float(int(x) << 16);
+#endif
+}
+
+DEVICE u16 to_element(float x) {
+    u16 y;
+    asm("cvt.rn." ELEMENT ".f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+#if WEIGHTS32
+typedef float Weight;
+DEVICE float weight_of(float x) { return x; }
+#else
+typedef u16 Weight;
+DEVICE float weight_of(u16 x) { return to_float(x); }
+#endif
+
+// ---- Shared memory ----
+
+// Where 16-byte chunk `chunk` of a row lies: turned by the row, so that eight rows' chunks are in all banks.
+DEVICE u32 place(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4); }
+
+DEVICE void copy_chunk(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+DEVICE void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+DEVICE void load_matrices(u32 (&x)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+DEVICE void load_transposed(u32 (&x)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// d (16 x 8) += a (16 x 16) @ b (16 x 8).
+DEVICE void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+                 "{%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- Cluster ----
+
+DEVICE void cluster_sync() {
+    if (CLUSTER > 1) {
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    }
+}
+
+DEVICE float load_of_block(u32 address, int rank) {
+    float x;
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(there) : "memory");
+    return x;
+}
+
+DEVICE float max_of_4_lanes(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+DEVICE float sum_of_4_lanes(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// ---- A head of the step, rotated by a warp: element lane + 32 i in out[i] ----
+
+template <bool NORM>
+DEVICE void rotate(u16 (&out)[D / 32], const u16* x, const Weight* weight, const float* cos_sin, float eps) {
+    const int lane = threadIdx.x % 32;
+    float a[D / 32], b[D / 32], cosine[D / 32], sine[D / 32], squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+        const int d = lane + 32 * i;
+        // The other of the two values that a dimension is rotated with.
+        const int other = d < TURN ? d + TURN : d < 2 * TURN ? d - TURN : d;
+        a[i] = to_float(x[d]);
+        b[i] = to_float(x[other]);
+        const int angle = d < TURN ? d : d - TURN;
+        cosine[i] = d < 2 * TURN ? cos_sin[angle] : 1.0f;
+        sine[i] = d < 2 * TURN ? cos_sin[TURN + angle] : 0.0f;
+        squares += a[i] * a[i];
+    }
+    if (NORM) {
+#pragma unroll
+        for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(0xffffffff, squares, step);
+        const float scale = rsqrtf(squares / D + eps);
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            const int d = lane + 32 * i;
+            const int other = d < TURN ? d + TURN : d < 2 * TURN ? d - TURN : d;
+            // Rounded where the reference rounds: the norm's result has the element type.
+            a[i] = to_float(to_element(a[i] * scale * weight_of(weight[d])));
+            b[i] = to_float(to_element(b[i] * scale * weight_of(weight[other])));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i)
+        out[i] = to_element(a[i] * cosine[i] + (lane + 32 * i < TURN ? -b[i] : b[i]) * sine[i]);
+}
+
+// Element d of a row of a tile in shared memory.
+DEVICE u16* element(unsigned char* tile, int row, int d) {
+    return reinterpret_cast<u16*>(tile + place(row, d / 8)) + d % 8;
+}
+
+// ---- What a warp has seen: rows lane / 4 and lane / 4 + 8 of the scores ----
+
+struct Part {
+    float best[2], total[2];
+    float out[CHUNKS][4];
+
+    DEVICE Part() {
+        best[0] = best[1] = NEGATIVE_INFINITY;
+        total[0] = total[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < CHUNKS; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
+    }
+
+    // One tile more, K at `tile`, V behind it; keys `from` to `to` of it count.
+    DEVICE void attend(const u32 (&q)[D / 16][4], u32 tile, int from, int to, float scale, float softcap) {
+        const int lane = threadIdx.x % 32;
+        float s[2][4] = {};
+#pragma unroll
+        for (int k = 0; k < D / 16; ++k) {
+            u32 keys[4];
+            load_matrices(keys, tile + place(lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+            product(s[0], q[k], keys[0], keys[1]);
+            product(s[1], q[k], keys[2], keys[3]);
+        }
+        // Scores in units of log2(e), so that exp2 of them costs no multiplication of its own.
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float& x = s[i / 4][i % 4];
+            if (SOFTCAP)  // softcap tanh(x / softcap), tanh(u) = 1 - 2 / (exp(2 u) + 1)
+                x = softcap * (1.0f - 2.0f / (exp2_fast(2.0f * LOG2_E * scale * x / softcap) + 1.0f)) * LOG2_E;
+            else
+                x *= scale * LOG2_E;
+            const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            if (key < from || key >= to) x = NEGATIVE_INFINITY;
+        }
+        u32 p[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int half = 0; half < (GROUP > 8 ? 2 : 1); ++half) {
+            float* low = s[0] + 2 * half;
+            float* high = s[1] + 2 * half;
+            const float top = max_of_4_lanes(fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])));
+            const float now = fmaxf(best[half], top);
+            // A row that has seen no key yet has -inf, and -inf - -inf is NaN.
+            const float shift = now == NEGATIVE_INFINITY ? 0.0f : now;
+            const float shrink = exp2_fast(best[half] - shift);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                low[i] = exp2_fast(low[i] - shift);
+                high[i] = exp2_fast(high[i] - shift);
+            }
+            total[half] = total[half] * shrink + low[0] + low[1] + high[0] + high[1];
+            best[half] = now;
+            p[half] = pack(low[0], low[1]);
+            p[2 + half] = pack(high[0], high[1]);
+#pragma unroll
+            for (int n = 0; n < CHUNKS; ++n) {
+                out[n][2 * half] *= shrink;
+                out[n][2 * half + 1] *= shrink;
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < CHUNKS; n += 2) {
+            u32 values[4];
+            load_transposed(values, tile + TILE_BYTES + place(lane % 16, n + lane / 16));
+            product(out[n], p, values[0], values[1]);
+            product(out[n + 1], p, values[2], values[3]);
+        }
+    }
+
+    // Into shared memory: the values at `part`, [head][D].
+    DEVICE void store(float* part, float* bests, float* totals) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int half = 0; half < (GROUP > 8 ? 2 : 1); ++half) {
+            const int head = lane / 4 + 8 * half;
+            const float sum = sum_of_4_lanes(total[half]);
+            if (head >= GROUP) continue;
+            bests[head] = best[half];
+            totals[head] = sum;
+#pragma unroll
+            for (int n = 0; n < CHUNKS; ++n)
+                *reinterpret_cast<float2*>(part + head * D + 8 * n + lane % 4 * 2) =
+                    make_float2(out[n][2 * half], out[n][2 * half + 1]);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 1, 1)
+    decode(const u16* q, const u16* k, const u16* v, const float* cos_sin, u16* k_cache, u16* v_cache,
+           const int* slots, const int* block_table, const int* seq_lens, const Weight* q_weight,
+           const Weight* k_weight, u16* out, float eps, float scale, float softcap) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    asm volatile("griddepcontrol.launch_dependents;");
+    const u32 base = shared_address(memory);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int rank = blockIdx.x, kv_head = blockIdx.y;
+    const long long b = blockIdx.z;
+    const int n_keys = seq_lens[b], slot = slots[b];
+    // Keys in the cache, and the first that the token sees. A token without a slot is in the cache itself.
+    const int cached = slot >= 0 ? n_keys - 1 : n_keys;
+    const int first = WINDOW > 0 && n_keys > WINDOW ? n_keys - WINDOW : 0;
+    const int tiles = (cached + KEYS - 1) / KEYS;
+    const bool newest = rank == CLUSTER - 1 && slot >= 0;
+    constexpr int TURNS = CLUSTER * WARPS;
+    const int begin = first / KEYS + warp * CLUSTER + rank;
+    const int* table = block_table + b * COLUMNS;
+    const u32 ring = base + warp * (STAGES * STAGE_BYTES);
+
+    auto copy_tile = [&](int tile, int stage) {
+        if (tile < tiles) {
+            const int block = PAGE % KEYS ? 0 : table[tile * KEYS / PAGE];
+#pragma unroll
+            for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
+                const int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
+                // Beyond the end the last key again: what is past it may be anything, NaN too.
+                const int key = min(tile * KEYS + row, cached - 1);
+                const long long in = PAGE % KEYS ? table[key / PAGE] : block;
+                const long long at = ((in * KV_HEADS + kv_head) * PAGE + key % PAGE) * D + 8 * chunk;
+                const u32 target = ring + stage * STAGE_BYTES + place(row, chunk);
+                copy_chunk(target, k_cache + at);
+                copy_chunk(target + TILE_BYTES, v_cache + at);
+            }
+        }
+        copies_commit();  // none, too: groups are counted
+    };
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) copy_tile(begin + stage * TURNS, stage);
+    // Rows that no head has, and the keys that are not new, are zeros.
+    for (u32 at = 16 * threadIdx.x; at < TILE_BYTES + (newest ? STAGE_BYTES : 0); at += 16 * THREADS)
+        *reinterpret_cast<int4*>(memory + Q_AT + at) = make_int4(0, 0, 0, 0);
+    __syncthreads();
+
+    wait_for_previous();
+    const float* turn = cos_sin + b * (2 * TURN);
+    for (int head = warp; head < GROUP + newest; head += WARPS) {
+        u16 x[D / 32];
+        if (head < GROUP) {
+            rotate<NORM_Q>(x, q + b * Q_ROW + (kv_head * GROUP + head) * Q_HEAD, q_weight, turn, eps);
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) *element(memory + Q_AT, head, lane + 32 * i) = x[i];
+        } else {
+            const long long at = (((long long)(slot / PAGE) * KV_HEADS + kv_head) * PAGE + slot % PAGE) * D;
+            rotate<NORM_K>(x, k + b * K_ROW + kv_head * K_HEAD, k_weight, turn, eps);
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) {
+                const int d = lane + 32 * i;
+                const u16 value = v[b * V_ROW + kv_head * V_HEAD + d];
+                k_cache[at + d] = x[i];
+                v_cache[at + d] = value;
+                *element(memory + NEW_AT, 0, d) = x[i];
+                *element(memory + NEW_AT + TILE_BYTES, 0, d) = value;
+            }
+        }
+    }
+    __syncthreads();
+    u32 queries[D / 16][4];
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i)
+        load_matrices(queries[i], base + Q_AT + place(lane % 16, 2 * i + lane / 16));
+
+    Part part;
+    if (newest && warp == WARPS - 1) part.attend(queries, base + NEW_AT, 0, 1, scale, softcap);
+    int stage = 0;
+    for (int tile = begin; tile < tiles; tile += TURNS) {
+        copies_wait<STAGES - 1>();
+        __syncwarp();
+        part.attend(queries, ring + stage * STAGE_BYTES, first - tile * KEYS, cached - tile * KEYS, scale, softcap);
+        __syncwarp();
+        copy_tile(tile + STAGES * TURNS, stage);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    copies_wait<0>();
+    __syncwarp();
+
+    float* bests = reinterpret_cast<float*>(memory + WARP_BEST_AT);
+    float* totals = reinterpret_cast<float*>(memory + WARP_TOTAL_AT);
+    part.store(reinterpret_cast<float*>(memory + warp * (STAGES * STAGE_BYTES)), bests + ROWS * warp, totals + ROWS * warp);
+    __syncthreads();
+    u16* to = out + (b * HEADS + kv_head * GROUP) * D;
+    for (int i = threadIdx.x; i < VALUES; i += THREADS) {
+        const int head = i / D;
+        float best = NEGATIVE_INFINITY, total = 0.0f, value = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) best = fmaxf(best, bests[ROWS * w + head]);
+        const float shift = best == NEGATIVE_INFINITY ? 0.0f : best;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float share = exp2_fast(bests[ROWS * w + head] - shift);
+            total += share * totals[ROWS * w + head];
+            value += share * reinterpret_cast<const float*>(memory + w * (STAGES * STAGE_BYTES))[i];
+        }
+        if (CLUSTER == 1) {
+            to[i] = to_element(total > 0.0f ? value / total : 0.0f);
+            continue;
+        }
+        reinterpret_cast<float*>(memory + PART_AT)[i] = value;
+        if (i % D == 0) {
+            reinterpret_cast<float*>(memory + BEST_AT)[head] = best;
+            reinterpret_cast<float*>(memory + TOTAL_AT)[head] = total;
+        }
+    }
+    if (CLUSTER == 1) return;
+    cluster_sync();
+    // Each block writes a share of the result.
+    constexpr int SHARE = (VALUES + CLUSTER - 1) / CLUSTER;
+    for (int i = rank * SHARE + threadIdx.x; i < min((rank + 1) * SHARE, VALUES); i += THREADS) {
+        const int head = i / D;
+        float bests_of[CLUSTER], totals_of[CLUSTER], values_of[CLUSTER];
+#pragma unroll
+        for (int r = 0; r < CLUSTER; ++r) {
+            bests_of[r] = load_of_block(base + BEST_AT + 4 * head, r);
+            totals_of[r] = load_of_block(base + TOTAL_AT + 4 * head, r);
+            values_of[r] = load_of_block(base + PART_AT + 4 * i, r);
+        }
+        float best = NEGATIVE_INFINITY, total = 0.0f, value = 0.0f;
+#pragma unroll
+        for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, bests_of[r]);
+        const float shift = best == NEGATIVE_INFINITY ? 0.0f : best;
+#pragma unroll
+        for (int r = 0; r < CLUSTER; ++r) {
+            const float share = exp2_fast(bests_of[r] - shift);
+            total += share * totals_of[r];
+            value += share * values_of[r];
+        }
+        to[i] = to_element(total > 0.0f ? value / total : 0.0f);
+    }
+    cluster_sync();  // a block's shared memory stays until all have read it
+}
