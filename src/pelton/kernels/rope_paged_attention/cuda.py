@@ -6,7 +6,6 @@ takes it from there: a program of it reads the rows that it alone writes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ _ATTEND = (4, 5, 7, 8, 9)
 
 
 _attentions = {tactic.name: tactic for tactic in paged_attention.TACTICS}
-ATTENTION = _attentions["cuda.paged_attention"]
+_ATTENTION = _attentions["cuda.paged_attention"]
 _INVARIANT = _attentions["cuda.paged_attention.invariant"]
 
 
@@ -119,13 +118,16 @@ def _parts(sequences: int, heads: int, splits: int) -> Mapping[str, int]:
     return {"partial": 2 * n, "partial_max": 0, "partial_sum": n}
 
 
-def _workspace(largest: int) -> Callable[[NodeSpec, int], int]:
+def workspace(largest: int, attention: Tactic) -> Callable[[NodeSpec, int], int]:
+    """Of decode steps of at most ``largest`` sequences, and of others with the tactic ``attention``."""
+
     def nbytes(node: NodeSpec, max_tokens: int) -> int:
         q = node.inputs[0]
         assert q is not None
         heads, dim, splits = int(q.shape[1]), int(q.shape[2]), _tiles(largest, node.inputs[1]).splits
         parts = _parts(largest, heads, splits)["partial"] + largest * heads * splits * dim * 4
-        return max(parts if splits > 1 else 0, attention_bytes(ATTENTION, node, max_tokens))
+        others = attention.workspace(attention_of(attention, node), max_tokens)
+        return max(parts if splits > 1 else 0, others)
 
     return nbytes
 
@@ -159,25 +161,21 @@ def _input(index: int) -> Argument:
     return Argument("input", index=index)
 
 
-def attention_bytes(attention: Tactic, node: NodeSpec, max_tokens: int) -> int:
-    """The workspace that the second part wants."""
+def attention_of(attention: Tactic, node: NodeSpec) -> NodeSpec:
+    """The second part as the tactic ``attention`` would see its node."""
     inputs = node.inputs[0], *(node.inputs[i] for i in _ATTEND)
-    return attention.workspace(NodeSpec(op=attention.op, inputs=inputs, attrs=node.attrs), max_tokens)
+    return NodeSpec(op=attention.op, inputs=inputs, attrs=node.attrs)
 
 
-def _supports(node: NodeSpec) -> bool:
-    return gpu_caches(node, 4, 5)
+def supports(largest: int) -> Callable[[NodeSpec], bool]:
+    """Of steps of at most ``largest`` sequences: there must be a counter for each and KV head."""
 
-
-def _counts(largest: int) -> Callable[[NodeSpec], bool]:
-    """Whether there are counters for every sequence and KV head of a step."""
-
-    def supports(node: NodeSpec) -> bool:
+    def takes(node: NodeSpec) -> bool:
         k = node.inputs[1]
         assert k is not None
-        return _supports(node) and largest * int(k.shape[1]) <= COUNTERS
+        return gpu_caches(node, 4, 5) and largest * int(k.shape[1]) <= COUNTERS
 
-    return supports
+    return takes
 
 
 def _decode(largest: int) -> Callable[[CallSpec, int], tuple[Work, ...]]:
@@ -190,12 +188,12 @@ TACTICS = [
             name=f"cuda.rope_paged_attention.{largest or 'any'}",
             op="rope_paged_attention",
             device="cuda",
-            supports=_counts(largest),
+            supports=supports(largest),
             priority=20 if largest else 10,
             precision="bfloat16",
             largest_tokens=largest,
-            workspace=_workspace(largest),
-            launches=separately(ATTENTION),
+            workspace=workspace(largest, _ATTENTION),
+            launches=separately(_ATTENTION),
             decode=_decode(largest),
         )
         for largest in LARGEST
@@ -204,11 +202,11 @@ TACTICS = [
         name="cuda.rope_paged_attention.invariant",
         op="rope_paged_attention",
         device="cuda",
-        supports=_supports,
+        supports=supports(0),
         priority=0,
         precision="bfloat16",
         batch_invariant=True,
-        workspace=functools.partial(attention_bytes, _INVARIANT),
+        workspace=workspace(0, _INVARIANT),
         launches=separately(_INVARIANT),
     ),
 ]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pelton.kernels import launch
 from pelton.kernels.launch import CallSpec, CudaBuilder, CudaSource, Term, Work, rows
+from pelton.kernels.paged_attention import hopper
 from pelton.kernels.rope_paged_attention import cuda
-from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
+from pelton.kernels.tactic import NodeSpec, Tactic
 
 FILE = "rope_paged_attention/hopper_decode.cu"
 WARPS, KEYS, ROWS = 4, 16, 16
+#: What steps with prefills take.
+HOPPER = next(t for t in hopper.TACTICS if t.name == "cuda.paged_attention.hopper")
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class Cluster:
     stages: int
 
 
-#: Sequences of the largest step of a tactic.
-LARGEST = (1, 2, 4, 8, 16)
+#: Sequences of the largest step in which clusters are faster than programs that meet in memory.
+MOST = 16
 #: Blocks that are enough to fill a GPU.
 _ENOUGH = 256
 
@@ -86,39 +88,45 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
     return (replace(spec, kernel=replace(spec.kernel, dependent=launch.OVERLAP)),)
 
 
-def _supports(node: NodeSpec) -> bool:
-    q, k, v, _, k_cache = node.inputs[:5]
-    weights = [w for w in node.inputs[10:12] if w is not None]
-    assert q is not None and k is not None and v is not None and k_cache is not None
-    kinds = {w.quant or w.dtype for w in weights}
+def fits(call: CallSpec) -> bool:
+    """Whether the cluster's kernel takes the call, whose attention the tactic of prefills takes."""
+    q, k, k_cache = (call.input(i) for i in (0, 1, 4))
+    kinds = {w.dtype for w in call.inputs[10:12] if w is not None}
     return (
-        gpu_caches(node, 4, 5)
-        and {q.dtype, k.dtype, v.dtype} == {k_cache.dtype}
-        and q.dtype in ("bfloat16", "float16")
-        and int(k_cache.shape[3]) in (64, 128)
-        and int(k_cache.shape[2]) in (8, 16, 32, 64, 128)
-        and int(q.shape[1]) // int(k.shape[1]) <= ROWS
+        int(q.shape[1]) // int(k.shape[1]) <= ROWS
+        and q.dtype == k.dtype == k_cache.dtype
         and (kinds <= {"float32"} or kinds <= {q.dtype})
     )
 
 
 def _decode(largest: int) -> Callable[[CallSpec, int], tuple[Work, ...]]:
-    return lambda call, max_tokens: decode(call, cluster(largest, int(call.input(1).shape[1])))
+    def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+        kv_heads = int(call.input(1).shape[1])
+        if 0 < largest <= MOST and fits(call):
+            return decode(call, cluster(largest, kv_heads))
+        return cuda.decode(call, cuda.decode_tiles(largest, kv_heads), largest)
+
+    return launches
+
+
+def _supports(largest: int) -> Callable[[NodeSpec], bool]:
+    general = cuda.supports(largest)
+    return lambda node: general(node) and HOPPER.supports(cuda.attention_of(HOPPER, node))
 
 
 TACTICS = [
     Tactic(
-        name=f"cuda.rope_paged_attention.hopper.{largest}",
+        name=f"cuda.rope_paged_attention.hopper.{largest or 'any'}",
         op="rope_paged_attention",
         device="cuda",
-        supports=_supports,
-        priority=5,  # not before it has run on such a GPU
+        supports=_supports(largest),
+        priority=25 if largest else 15,
         precision="bfloat16",
         largest_tokens=largest,
-        workspace=functools.partial(cuda.attention_bytes, cuda.ATTENTION),
+        workspace=cuda.workspace(largest, HOPPER),
         sm=90,
-        launches=cuda.separately(cuda.ATTENTION),
+        launches=cuda.separately(HOPPER),
         decode=_decode(largest),
     )
-    for largest in LARGEST
+    for largest in cuda.LARGEST
 ]
