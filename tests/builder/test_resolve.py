@@ -164,3 +164,12 @@ def test_settings_of_cpu_engines_are_refused_for_a_gpu() -> None:
         resolve(BuildConfig(target="sm_90", activations="int8"), facts(q4_1=1000))
     with pytest.raises(ConfigError, match="cpu_level is for CPU engines"):
         resolve(BuildConfig(target="sm_90", cpu_level="avx2"), facts(bfloat16=1000))
+
+
+def test_caches_of_8_bits_on_gpus() -> None:
+    config, _ = resolve(BuildConfig(target="sm_90", kv_dtype="fp8"), facts(bfloat16=1000))
+    assert config.kv_dtype == "float8_e4m3fn"
+    config, _ = resolve(BuildConfig(target="sm_80", kv_dtype="int8"), facts(bfloat16=1000))
+    assert config.kv_dtype == "int8"
+    with pytest.raises(ConfigError, match=r"needs a GPU that converts fp8.*target is sm_80.*use int8"):
+        resolve(BuildConfig(target="sm_80", kv_dtype="fp8"), facts(bfloat16=1000))

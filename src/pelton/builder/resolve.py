@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pelton.builder.profiles import apply_limits, resolve_profiles
-from pelton.builder.target import device_of, resolve_target
+from pelton.builder.target import device_of, resolve_target, sm_of
 from pelton.dtypes import KV_CODES, is_dense
 from pelton.engine.config import BuildConfig
 from pelton.engine.cuda.placement import check_gpu_memory_fraction
@@ -33,6 +33,8 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("float32", "int8")
 KV_DTYPES = ("float32", "float16", "bfloat16", *KV_CODES)
+#: First compute capability with conversions of fp8.
+_FP8_SM = 89
 #: What users call them.
 _KV_ALIASES = {"fp8": "float8_e4m3fn"}
 MODEL_IMPLS = ("auto", "pelton", "transformers")
@@ -189,6 +191,11 @@ def _resolve_gpu_types(values: dict[str, Any], facts: CheckpointFacts, notes: li
     if values["kv_dtype"] is None:
         values["kv_dtype"] = values["dtype"]
     _resolve_kv_dtype(values)
+    if values["kv_dtype"] == "float8_e4m3fn" and sm_of(values["target"]) < _FP8_SM:
+        raise ConfigError(
+            f"kv_dtype fp8 needs a GPU that converts fp8, sm_{_FP8_SM} or later, and target is "
+            f"{values['target']}; use int8, which has as few bytes"
+        )
 
 
 def _resolve_kv_dtype(values: dict[str, Any]) -> None:

@@ -178,6 +178,7 @@ def workspace(offset: int) -> Argument:
 
 
 TRITON_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32", "uint8": "u8"}
+TRITON_TYPES |= {"int8": "i8", "float8_e4m3fn": "fp8e4nv"}
 
 
 class Builder:

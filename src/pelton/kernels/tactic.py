@@ -12,7 +12,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pelton.dtypes import KV_CODES, is_dense
@@ -138,12 +138,14 @@ def float_rows(node: NodeSpec) -> bool:
     return all(t is None or (t.quant or t.dtype) in (*GPU_FLOATS, "int32") for t in node.inputs)
 
 
-def gpu_caches(node: NodeSpec, k: int, v: int) -> bool:
-    """Whether the GPU kernels take the KV caches at inputs ``k`` and ``v``."""
+def gpu_caches(node: NodeSpec, k: int, v: int, *, codes: bool = False) -> bool:
+    """Whether the GPU kernels take the KV caches at inputs ``k`` and ``v``; ``codes``: of 8 bits too."""
     k_cache, v_cache = node.inputs[k], node.inputs[v]
     assert k_cache is not None
     assert v_cache is not None
-    return float_rows(node) and k_cache.dtype == v_cache.dtype and int(k_cache.shape[3]) <= 256
+    besides = (k, v) if codes and k_cache.dtype in KV_CODES else ()
+    rest = replace(node, inputs=tuple(None if i in besides else t for i, t in enumerate(node.inputs)))
+    return float_rows(rest) and k_cache.dtype == v_cache.dtype and int(k_cache.shape[3]) <= 256
 
 
 def all_tactics() -> dict[str, Tactic]:

@@ -39,9 +39,9 @@ def _fuse(graph: Graph, context: PassContext, write: fx.Node) -> str | None:
     (attention,) = write.users
     if op_name(attention) != "paged_attention" or argument(attention, "q") is not write:
         return "the rotated q is not read by an attention op"
-    for cache in ("k_cache", "v_cache"):
-        if argument(attention, cache) is not argument(write, cache):
-            return "the attention op reads another cache"
+    for name, what in _SHARED:
+        if argument(attention, name) is not argument(write, name):
+            return f"the attention op has {what}"
     order = {node: i for i, node in enumerate(graph.nodes)}
     between = range(order[write] + 1, order[attention])
     cache = argument(write, "k_cache")
@@ -60,7 +60,14 @@ def _fuse(graph: Graph, context: PassContext, write: fx.Node) -> str | None:
     return None
 
 
-#: Parameters that the attention op has; all others are the write's.
+#: Parameters that both have, and what it means that they differ.
+_SHARED = (
+    ("k_cache", "another cache"),
+    ("v_cache", "another cache"),
+    ("k_scale", "other scales"),
+    ("v_scale", "other scales"),
+)
+#: Parameters that the attention op alone has; all others are the write's.
 _ATTENTION = ("block_table", "cu_seqlens", "seq_lens", "scale", "window", "softcap")
 
 

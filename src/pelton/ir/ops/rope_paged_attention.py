@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pelton.ir import kv_codes
 from pelton.ir.op import Op, Sample, register
 from pelton.ir.ops import paged_attention, rope_kv_write
 
@@ -95,14 +96,14 @@ def make_sample(
     dtype: torch.dtype = torch.float32,
     cached: int = -1,
 ) -> Sample:
-    """A batch of ``lens`` = (queries, keys) pairs; what the step writes is NaN in the cache before.
+    """A batch of ``lens`` = (queries, keys) pairs; what the step writes is NaN, or 99, in the cache before.
 
     ``rotary``: dimensions that rotate, 0: all; ``cached``: a token whose slot is -1, its K and V being there.
     """
     attention = paged_attention.make_sample(
         g, lens=lens, heads=heads, dim=dim, block_size=block_size, window=window, softcap=softcap, dtype=dtype
     )
-    _, k_cache, v_cache, table, cu_seqlens, seq_lens, scale, *_ = attention.args
+    _, k_cache, v_cache, table, cu_seqlens, seq_lens, scale, _, _, *scales = attention.args
     slots: list[int] = []
     for b, (queries, keys) in enumerate(lens):
         for position in range(keys - queries, keys):
@@ -111,7 +112,8 @@ def make_sample(
                 slots.append(-1)
                 continue
             slots.append(block * block_size + offset)
-            k_cache[block, :, offset] = v_cache[block, :, offset] = float("nan")
+            stale = 99.0 if dtype in kv_codes.LARGEST else float("nan")
+            k_cache[block, :, offset] = v_cache[block, :, offset] = stale
     n_q, n_kv = heads
     tokens, rotary = len(slots), rotary or dim
     qkv = torch.randn(tokens, n_q + 2 * n_kv, dim, generator=g)
@@ -122,7 +124,7 @@ def make_sample(
     step = torch.tensor(slots, dtype=torch.int32), table, cu_seqlens, seq_lens
     numbers = 1e-6, scale, window, softcap
     return Sample(
-        args=(*qkv_views, cos_sin, k_cache, v_cache, *step, *weights, *numbers),
+        args=(*qkv_views, cos_sin, k_cache, v_cache, *step, *weights, *numbers, *scales),
         name=f"{attention.name} rotary={rotary} normed={normed} cached={cached}",
     )
 
@@ -137,7 +139,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     yield make_sample(g, lens=[(1, 97)], dim=256, block_size=32, normed=True)
     yield make_sample(g, lens=[(5, 5), (3, 11), (1, 8)], heads=(4, 1), normed=True)
     yield make_sample(g, lens=[(7, 20), (1, 30)], window=6, softcap=5.0, block_size=16)
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
         yield make_sample(g, lens=[(1, 70), (1, 50)], dtype=dtype, heads=(8, 2), dim=128, block_size=16)
 
 

@@ -14,6 +14,7 @@ def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
     b = Builder(call, MODULE, "kv_write")
     for index, name in enumerate(("k", "v", "k_cache", "v_cache", "slots")):
         b.input(name, index)
+    b.input("k_scale", 5).input("v_scale", 6)
     b.constants(HEADS=heads, D=dim, PAGE=int(cache.shape[2]), BLOCK=power_of_two(dim))
     b.constants(K_ROW=k.strides[0], V_ROW=v.strides[0], K_HEAD=k.strides[1], V_HEAD=v.strides[1])
     return (b.launch((rows(k),), (Term(times=heads),), num_warps=1),)
@@ -24,7 +25,7 @@ TACTICS = [
         name="cuda.kv_write",
         op="kv_write",
         device="cuda",
-        supports=lambda node: gpu_caches(node, 2, 3),
+        supports=lambda node: gpu_caches(node, 2, 3, codes=True),
         precision="bfloat16",
         batch_invariant=True,
         launches=launches,

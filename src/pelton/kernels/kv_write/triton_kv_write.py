@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pelton.kernels.kv_write.triton_codes import encode
+
 
 @triton.jit
 def kv_write(
@@ -11,6 +13,8 @@ def kv_write(
     k_cache,
     v_cache,
     slots,
+    k_scale,
+    v_scale,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -30,5 +34,7 @@ def kv_write(
     at = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * D + d
     key = tl.load(k + row * K_ROW + head * K_HEAD + d, mask=mask)
     value = tl.load(v + row * V_ROW + head * V_HEAD + d, mask=mask)
-    tl.store(k_cache + at, key.to(k_cache.dtype.element_ty), mask=mask)
-    tl.store(v_cache + at, value.to(v_cache.dtype.element_ty), mask=mask)
+    key_scale = None if k_scale is None else tl.load(k_scale + head)
+    value_scale = None if v_scale is None else tl.load(v_scale + head)
+    tl.store(k_cache + at, encode(key, key_scale, k_cache.dtype.element_ty), mask=mask)
+    tl.store(v_cache + at, encode(value, value_scale, v_cache.dtype.element_ty), mask=mask)

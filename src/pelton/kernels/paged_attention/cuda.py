@@ -30,7 +30,7 @@ class Tiles:
 
 
 def _supports(node: NodeSpec) -> bool:
-    return gpu_caches(node, 1, 2)
+    return gpu_caches(node, 1, 2, codes=True)
 
 
 def attention(call: CallSpec, tiles: Tiles, tokens: int, *, invariant: bool = False) -> tuple[Work, ...]:
@@ -42,7 +42,7 @@ def attention(call: CallSpec, tiles: Tiles, tokens: int, *, invariant: bool = Fa
     b = Builder(call, MODULE, "attention")
     for index, name in enumerate(("q", "k_cache", "v_cache", "block_table", "cu_seqlens", "seq_lens")):
         b.input(name, index)
-    b.output("out")
+    b.input("k_scale", 6).input("v_scale", 7).output("out")
     parts = _parts(tokens, heads, tiles.splits)
     for name, offset in parts.items():
         if tiles.splits > 1:

@@ -101,6 +101,8 @@ def attention(
     block_table,
     cu_seqlens,
     seq_lens,
+    k_scale,
+    v_scale,
     out,
     partial,
     partial_max,
@@ -173,6 +175,8 @@ def attention(
     table = block_table + b.to(tl.int64) * COLUMNS
     # exp2 of scores in units of log2(e), which costs no multiplication of its own.
     factor = scale if SOFTCAP else scale * LOG2_E
+    if k_scale is not None:
+        factor *= tl.load(k_scale + kv_head)
     for key0 in tl.range(begin, masked, BLOCK_N, num_stages=STAGES):
         at = _places(key0, column, True, table, kv_head, HEADS // GROUP, D, PAGE, BLOCK_N)
         best, total, acc = _accumulate(
@@ -216,6 +220,8 @@ def attention(
             D,
             BLOCK_D,
         )
+    if v_scale is not None:
+        acc *= tl.load(v_scale + kv_head)
     if SPLITS == 1:
         y = acc / total[:, None]
         tl.store(

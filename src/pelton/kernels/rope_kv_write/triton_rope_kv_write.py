@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pelton.kernels.kv_write.triton_codes import encode
+
 
 @triton.jit
 def rotated(x, mask_h, weight, cos_sin, eps, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
@@ -30,6 +32,15 @@ def rotated(x, mask_h, weight, cos_sin, eps, D: tl.constexpr, HALF: tl.constexpr
 
 
 @triton.jit
+def _column(scale, head, mask):
+    """The heads' scales, one a row; None where there are none."""
+    if scale is None:
+        return None
+    else:
+        return tl.load(scale + head, mask=mask, other=1.0)[:, None]
+
+
+@triton.jit
 def rope_kv_write(
     q,
     k,
@@ -40,6 +51,8 @@ def rope_kv_write(
     slots,
     q_weight,
     k_weight,
+    k_scale,
+    v_scale,
     out,
     eps,
     Q_HEADS: tl.constexpr,
@@ -76,6 +89,9 @@ def rope_kv_write(
             at = ((slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
             turned = rotated(k + row * K_ROW + head * K_HEAD, mask_h, k_weight, table, eps, D, HALF, BLOCK)
             # As the unfused ops do: k has the element type before it gets the cache's.
-            tl.store(k_cache + at, turned.to(k.dtype.element_ty).to(k_cache.dtype.element_ty), mask=mask)
+            key_scale = _column(k_scale, head, mask_h)
+            key = encode(turned.to(k.dtype.element_ty), key_scale, k_cache.dtype.element_ty)
+            tl.store(k_cache + at, key, mask=mask)
             value = tl.load(v + row * V_ROW + (head * V_HEAD)[:, None] + d[None, :], mask=mask, other=0.0)
-            tl.store(v_cache + at, value.to(v_cache.dtype.element_ty), mask=mask)
+            value_scale = _column(v_scale, head, mask_h)
+            tl.store(v_cache + at, encode(value, value_scale, v_cache.dtype.element_ty), mask=mask)

@@ -28,8 +28,8 @@ from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, gpu_caches
 MODULE = "pelton.kernels.rope_paged_attention.triton_decode"
 
 #: Where the parts' operands stand among the op's.
-_WRITE = (0, 1, 2, 3, 4, 5, 6, 10, 11)
-_ATTEND = (4, 5, 7, 8, 9)
+_WRITE = (0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13)
+_ATTEND = (4, 5, 7, 8, 9, 12, 13)
 
 
 _attentions = {tactic.name: tactic for tactic in paged_attention.TACTICS}
@@ -80,7 +80,8 @@ def decode(call: CallSpec, how: Decode, sequences: int) -> tuple[Work, ...]:
     b = Builder(call, MODULE, "decode")
     for index, name in enumerate(("q", "k", "v", "cos_sin", "k_cache", "v_cache", "slots", "block_table")):
         b.input(name, index)
-    b.input("seq_lens", 9).input("q_weight", 10).input("k_weight", 11).output("out")
+    b.input("seq_lens", 9).input("q_weight", 10).input("k_weight", 11).input("k_scale", 12)
+    b.input("v_scale", 13).output("out")
     if how.splits > 1:
         b.counters("counters")
         for name, offset in _parts(sequences, heads, how.splits).items():
@@ -173,7 +174,7 @@ def supports(largest: int) -> Callable[[NodeSpec], bool]:
     def takes(node: NodeSpec) -> bool:
         k = node.inputs[1]
         assert k is not None
-        return gpu_caches(node, 4, 5) and largest * int(k.shape[1]) <= COUNTERS
+        return gpu_caches(node, 4, 5, codes=True) and largest * int(k.shape[1]) <= COUNTERS
 
     return takes
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from pelton.kernels.gpu.triton_dependent import gdc_launch_dependents, gdc_wait
+from pelton.kernels.kv_write.triton_codes import encode
 from pelton.kernels.rope_kv_write.triton_rope_kv_write import rotated
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -50,6 +51,8 @@ def decode(
     seq_lens,
     q_weight,
     k_weight,
+    k_scale,
+    v_scale,
     out,
     counters,
     partial,
@@ -124,6 +127,10 @@ def decode(
     turn = cos_sin + b * (2 * HALF)
     kind = q.dtype.element_ty
     queries = rotated(q + b * Q_ROW + head * Q_HEAD, valid, q_weight, turn, eps, D, HALF, BLOCK_D).to(kind)
+    key_scale = None if k_scale is None else tl.load(k_scale + kv_head)
+    value_scale = None if v_scale is None else tl.load(v_scale + kv_head)
+    if k_scale is not None:
+        scale *= key_scale
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -131,9 +138,10 @@ def decode(
         one = kv_head + tl.arange(0, 1)
         place = ((slot // PAGE * KV_HEADS + one) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
         key = rotated(k + b * K_ROW + one * K_HEAD, one >= 0, k_weight, turn, eps, D, HALF, BLOCK_D)
-        key = key.to(kind).to(k_cache.dtype.element_ty)
+        key = encode(key.to(kind), key_scale, k_cache.dtype.element_ty)
         value = v + b * V_ROW + (one * V_HEAD)[:, None] + d[None, :]
-        value = tl.load(value, mask=in_head[None, :], other=0.0).to(v_cache.dtype.element_ty)
+        value = tl.load(value, mask=in_head[None, :], other=0.0)
+        value = encode(value, value_scale, v_cache.dtype.element_ty)
         tl.store(k_cache + place, key, mask=in_head[None, :])
         tl.store(v_cache + place, value, mask=in_head[None, :])
         raw = tl.sum(queries.to(tl.float32) * key.to(kind).to(tl.float32), 1)
@@ -173,6 +181,8 @@ def decode(
         acc = tl.dot(p.to(kind), values.to(kind), acc * shrink[:, None], input_precision="ieee")
         best = new_best
 
+    if v_scale is not None:
+        acc *= value_scale
     to = out + (b * (KV_HEADS * GROUP) + head)[:, None] * D + d[None, :]
     if not SHARED:
         # A sequence without keys (padding) has no sum.
