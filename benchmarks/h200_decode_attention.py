@@ -1,6 +1,6 @@
 """Times a layer's attention in decode steps on an H200, at Llama-3.1-8B's shape, and sweeps its tiles.
 
-    python benchmarks/h200_decode_attention.py [--sweep] [--page 16] [--json FILE]
+    python benchmarks/h200_decode_attention.py [--sweep] [--page 16] [--kv-dtype int8] [--json FILE]
 
 RoPE, KV write and attention, as one kernel (``rope_paged_attention``) and as the ops it stands for, by the
 tactics that a plan takes: microseconds in a CUDA graph, whose caches are too many for L2, and their share of
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from h200_kernels import BANDWIDTH, DIM, HEADS, KV_HEADS, Bench, Variant, compile_or_none, operand
 
+from pelton.dtypes import ITEMSIZE, KV_CODES
 from pelton.engine.resources import cores
 from pelton.kernels.gpu.driver import Event, Memory, capture
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work, on_behalf
@@ -34,17 +35,18 @@ MAX_CONTEXT = 8192
 ROW = (HEADS + 2 * KV_HEADS) * DIM
 
 
-def call_of(page: int) -> CallSpec:
+def call_of(page: int, kv_dtype: str = "bfloat16") -> CallSpec:
     """The op over views of one projection."""
     heads = [
         OperandSpec(dtype="bfloat16", shape=("T", n, DIM), strides=(ROW, DIM, 1))
         for n in (HEADS, KV_HEADS, KV_HEADS)
     ]
-    cache = operand("P0", KV_HEADS, page, DIM)
+    cache = operand("P0", KV_HEADS, page, DIM, dtype=kv_dtype)
+    scale = operand(KV_HEADS, dtype="float32") if kv_dtype in KV_CODES else None
     step = [operand("T", dtype="int32"), operand("B", MAX_CONTEXT // page, dtype="int32")]
     step += [operand("B+1", dtype="int32"), operand("B", dtype="int32")]
     return CallSpec(
-        inputs=(*heads, operand("T", DIM, dtype="float32"), cache, cache, *step, None, None),
+        inputs=(*heads, operand("T", DIM, dtype="float32"), cache, cache, *step, None, None, scale, scale),
         outputs=(operand("T", HEADS, DIM),),
         attrs={"eps": 0.0, "scale": DIM**-0.5, "window": 0, "softcap": 0.0},
     )
@@ -64,7 +66,7 @@ def separately(call: CallSpec, batch: int) -> tuple[Work, ...]:
         return describe(spec, batch)
 
     out = call.outputs[0]
-    first, second = (0, 1, 2, 3, 4, 5, 6, 10, 11), (4, 5, 7, 8, 9)
+    first, second = (0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13), (4, 5, 7, 8, 9, 12, 13)
     write = CallSpec(inputs=tuple(call.inputs[i] for i in first), outputs=(out,), attrs=call.attrs)
     attend = CallSpec(inputs=(out, *(call.inputs[i] for i in second)), outputs=(out,), attrs=call.attrs)
     arguments = [[Argument("input", index=i) for i in indices] for indices in (first, second)]
@@ -82,10 +84,15 @@ class Shape:
     batch: int
     context: int
     page: int
+    kv_dtype: str = "bfloat16"
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.kv_dtype]
 
     @property
     def floor(self) -> float:
-        return 1e6 * self.batch * self.context * KV_HEADS * DIM * 4 / BANDWIDTH
+        return 1e6 * self.batch * self.context * KV_HEADS * DIM * 2 * self.itemsize / BANDWIDTH
 
     def variant(self, what: str, tiles: dict[str, int], works: tuple[Work, ...]) -> Variant:
         dims = {"T": self.batch, "B": self.batch, "B+1": self.batch + 1}
@@ -93,7 +100,7 @@ class Shape:
 
 
 def variants(shape: Shape, sweep: bool) -> Iterator[Variant]:
-    call = call_of(shape.page)
+    call = call_of(shape.page, shape.kv_dtype)
     yield shape.variant("separate", {}, separately(call, shape.batch))
     largest = next((n for n in LARGEST if shape.batch <= n), 0)
     how = decode_tiles(largest, KV_HEADS)
@@ -155,7 +162,8 @@ class Places:
         self.caches = Memory(9 << 30)
         self.step = Memory(256 << 20)
         noise = np.random.default_rng(0).standard_normal(16 << 20, np.float32)
-        chunk = (noise.view(np.uint32) >> 16).astype(np.uint16)
+        # Numbers as bfloat16, and no NaN as codes of 8 bits.
+        chunk = (noise.view(np.uint32) >> 16).astype(np.uint16) & 0xF7F7
         for memory in (self.caches, self.step):
             for at in range(0, memory.nbytes, chunk.nbytes):
                 nbytes = min(chunk.nbytes, memory.nbytes - at)
@@ -176,17 +184,19 @@ class Places:
         ends, lens = np.arange(batch + 1, dtype=np.int32), np.full(batch, shape.context, np.int32)
         angle = np.random.default_rng(1).standard_normal((batch, DIM // 2), np.float32)
         at, places = self.step.address + (128 << 20), []
-        for array in (np.concatenate([np.cos(angle), np.sin(angle)], 1), slots, table, ends, lens):
+        turns = np.concatenate([np.cos(angle), np.sin(angle)], 1)
+        for array in (turns, slots, table, ends, lens, np.full(KV_HEADS, 0.02, np.float32)):
             places.append(at)
             at = self.put(np.ascontiguousarray(array), at)
-        cache = batch * per * shape.page * KV_HEADS * DIM * 2
+        cache = batch * per * shape.page * KV_HEADS * DIM * shape.itemsize
         copies = max(1, min(24, (256 << 20) // (2 * cache)))
         found = []
         for i in range(copies):
             qkv = self.step.address + i * batch * ROW * 2
             heads = [qkv, qkv + HEADS * DIM * 2, qkv + (HEADS + KV_HEADS) * DIM * 2]
             kv = [self.caches.address + (2 * i + j) * cache for j in (0, 1)]
-            found.append(([*heads, places[0], *kv, *places[1:], 0, 0], [self.step.address + (160 << 20)]))
+            inputs = [*heads, places[0], *kv, *places[1:5], 0, 0, places[5], places[5]]
+            found.append((inputs, [self.step.address + (160 << 20)]))
         return found
 
 
@@ -196,11 +206,12 @@ def main() -> None:
     )
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--kv-dtype", default="bfloat16")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches = [int(b) for b in args.batches.split(",")]
-    shapes = [Shape(b, c, args.page) for b in batches for c in CONTEXTS]
+    shapes = [Shape(b, c, args.page, args.kv_dtype) for b in batches for c in CONTEXTS]
     wanted = [(shape, v) for shape in shapes for v in variants(shape, args.sweep)]
     sources = list(dict.fromkeys(w.kernel for _, v in wanted for w in v.works if isinstance(w, LaunchSpec)))
     print(f"{len(wanted)} variants, {len(sources)} kernels", flush=True)
