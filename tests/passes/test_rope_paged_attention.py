@@ -111,6 +111,15 @@ def test_attention_to_another_layers_cache_stays(graph: Graph) -> None:
     assert report.skipped == (("rope_kv_write", "the attention op has another cache"),)
 
 
+def test_a_write_and_an_attention_of_other_scales_stay(graph: Graph) -> None:
+    """Both are given those of their layer: what has others is not a layer as this pass knows it."""
+    attention = node_of(graph, "paged_attention")
+    scale = graph.insert_constant("other", torch.ones(2))
+    attention.args = (*attention.args[:6], argument(attention, "scale"), 0, 0.0, scale, scale)
+    report = rope_paged_attention.run(graph, FLOAT32)
+    assert report.skipped == (("rope_kv_write", "the attention op has other scales"),)
+
+
 def test_a_cache_that_is_written_twice_before_it_is_read_stays(graph: Graph) -> None:
     write, attention = node_of(graph, "rope_kv_write"), node_of(graph, "paged_attention")
     again = (*write.args[1:3], *write.args[4:7])
