@@ -194,3 +194,29 @@ def test_a_refit_quantises_the_new_weights_alike(recipe: str, tmp_path: Path) ->
     a, b = open_engine(tmp_path / "a"), open_engine(tmp_path / "b")
     for name in b.weights.meta:
         np.testing.assert_array_equal(a.weights[name], b.weights[name])
+
+
+# ---- Sweeps ----
+
+
+def test_a_sweep_is_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = folder(tmp_path / "model")
+    command = ["quantize", str(source), "--sweep", "--recipe", "int8,int4,gptq-int4,w8a8", "--speed"]
+    assert run_command([*command, "-o", str(tmp_path / "out"), *SHORT, "-q"]) == 0
+    rows = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [row["recipe"] for row in rows] == ["int8", "int4", "gptq-int4", "w8a8"]
+    by_name = {row["recipe"]: row for row in rows}
+    assert by_name["int8"]["kl"] < by_name["w8a8"]["kl"] < by_name["int4"]["kl"]
+    assert by_name["int8"]["bits"] > 8 > by_name["int4"]["bits"] == by_name["gptq-int4"]["bits"] > 4
+    assert all(row["decode_ms"] > 0 and row["tokens"] == 4096 for row in rows)
+    plot = (tmp_path / "out" / "sweep.svg").read_text()
+    assert plot.count("<circle") == 4 and ">gptq-int4</text>" in plot and ">unquantised</text>" in plot
+    assert "same top token" in capsys.readouterr().out
+
+
+def test_round_numbers_of_an_axis() -> None:
+    from pelton.serving.page.scatter import ticks
+
+    assert ticks([11.3, 16.7]) == [11, 12, 13, 14, 15, 16, 17]
+    assert len(ticks([0.1, 0.1])) >= 2
+    assert ticks([4, 8.5])[0] <= 4 and ticks([4, 8.5])[-1] >= 8.5

@@ -21,6 +21,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     # Weights only.
     "int8": {"weights": "int8_row"},
     "int4": {"weights": "int4_g128"},
+    "int4-asymmetric": {"weights": "int4_g128", "symmetric": False},
     "int3": {"weights": "int3_g128", "symmetric": False},
     "int2": {"weights": "int2_g64", "symmetric": False},
     "fp8-weights": {"weights": "fp8_row"},

@@ -28,6 +28,7 @@ Examples:
   pelton quantize ./SmolLM2-135M-Instruct --recipe awq-int4 -o ./smollm2-awq
   pelton quantize model.gguf --recipe gptq-int4 --weights int4_g64 --calibration prose.txt -o ./small
   pelton quantize ./model --recipe int4 --override "*.down_proj=int8_row" --ignore "*.layers.0.*" -o ./small
+  pelton quantize ./model --sweep --recipe int4,gptq-int4,awq-int4 -o ./sweep
   pelton build ./smollm2-awq -o smollm2.engine
   pelton build ./model --quant gptq-int4          without the checkpoint in between
 
@@ -38,6 +39,8 @@ Layers that are done are kept in OUTPUT.partial: the same command goes on there 
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to make.")
 @click.option("--recipe", "name", metavar="NAME", help="What to do: see --list.")
 @click.option("--list", "as_list", is_flag=True, help="Show the recipes and leave.")
+@click.option("--sweep", is_flag=True, help="Measure recipes (--recipe a,b,c) side by side instead.")
+@click.option("--speed", is_flag=True, help="With --sweep: time decode steps of an engine of each too.")
 @click.option("--format", "fmt", metavar="NAME", help="compressed-tensors, gptq or bitsandbytes.")
 @click.option("--weights", metavar="TYPE", help="Another type than the recipe's: int4_g64, int8_row, ...")
 @click.option("--symmetric/--asymmetric", default=None, help="Zero in the middle of each group's codes.")
@@ -64,6 +67,8 @@ def quantize(
     output: Path | None,
     name: str | None,
     as_list: bool,
+    sweep: bool,
+    speed: bool,
     fmt: str | None,
     quiet: bool,
     **given: Any,
@@ -71,6 +76,16 @@ def quantize(
     """Quantise CHECKPOINT (a Hugging Face folder, GGUF file or hub id) into the folder OUTPUT."""
     if as_list:
         _list()
+        return
+    if speed and not sweep:
+        raise click.UsageError("--speed is of --sweep")
+    if sweep:
+        from pelton.serving.cli.sweep import USUAL, run_sweep
+
+        if checkpoint is None or fmt is not None:
+            raise click.UsageError("CHECKPOINT is missing" if fmt is None else "--sweep writes no checkpoint")
+        configs = [_config(one, given, sweep=True) for one in (name.split(",") if name else USUAL)]
+        run_sweep(_open(checkpoint), configs, output or Path("sweep"), speed=speed, quiet=quiet)
         return
     for value, what in ((checkpoint, "CHECKPOINT"), (output, "-o OUTPUT"), (name, "--recipe NAME")):
         if value is None:
@@ -102,8 +117,8 @@ def _open(checkpoint: str) -> Checkpoint:
     return open_checkpoint(download(checkpoint, notify) if kind == "hub" else local_path(checkpoint))
 
 
-def _config(name: str, given: dict[str, Any]) -> QuantConfig:
-    """The recipe with what flags change in it."""
+def _config(name: str, given: dict[str, Any], *, sweep: bool = False) -> QuantConfig:
+    """The recipe with what flags change in it; of a sweep, some recipes may see no text."""
     import msgspec
 
     from pelton.quant.recipes import recipe, with_fields
@@ -121,7 +136,7 @@ def _config(name: str, given: dict[str, Any]) -> QuantConfig:
     changed = {field: value for field, value in calibration.items() if value is not None}
     if changed:
         fields["calibration"] = msgspec.structs.replace(config.calibration, **changed)
-        if not with_fields(config, **fields).calibrated:
+        if not sweep and not with_fields(config, **fields).calibrated:
             raise ConfigError(f"the recipe {name} sees no text; leave {', '.join(changed)} out")
     return with_fields(config, **fields)
 

@@ -1,0 +1,108 @@
+"""Perplexity, KL and size of models by recipe: the table of docs/quantisation.md.
+
+    python benchmarks/quantisation.py MODEL... [--recipes int4 gptq-int4 ...] [--tokens 4096] [--print]
+
+Writes benchmarks/results/quantisation.json, a row as soon as it is measured; rows of other recipes and
+models stay. GGUF files are dequantised first. Calibration and measured text: the two halves of Python's
+documentation topics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+RESULTS = Path(__file__).parent / "results" / "quantisation.json"
+WEIGHTS = [
+    "int8",
+    "int4",
+    "int4-asymmetric",
+    "gptq-int4",
+    "awq-int4",
+    "awq-gptq-int4",
+    "nf4",
+    "nvfp4",
+    "mxfp4",
+]
+BOTH = ["fp8", "w8a8", "smoothquant", "llm-int8", "w4a8", "qserve", "smoothquant-static", "fp8-static"]
+FEWER = ["int3", "gptq-int3", "awq-int3", "gptq-nvfp4", "fp8-block"]
+RECIPES = [*WEIGHTS, *BOTH, *FEWER]
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("models", nargs="*", type=Path)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--print", action="store_true", help="only print the table of what was measured")
+    given = parser.parse_args()
+    if not given.print:
+        for model in given.models:
+            _measure(model, given)
+    print(table())
+
+
+def _measure(model: Path, given: argparse.Namespace) -> None:
+    import torch
+
+    from pelton.builder.sweep import sweep
+    from pelton.models.checkpoint import open_checkpoint
+    from pelton.quant.recipes import RECIPES as ALL
+    from pelton.quant.recipes import recipe
+
+    torch.set_num_threads(1)
+    configs = []
+    for name in given.recipes:
+        config = recipe(name)
+        calibration = msgspec.structs.replace(config.calibration, sequences=given.sequences)
+        configs.append(msgspec.structs.replace(config, calibration=calibration))
+    checkpoint = open_checkpoint(model)
+    rows = sweep(
+        checkpoint, configs, tokens=given.tokens, window=given.window, note=lambda text: print("  " + text)
+    )
+    for row in rows:
+        print(f"{row.recipe:20} {row.bits:6.3f} {row.perplexity:9.4f} {row.kl:9.5f}", flush=True)
+        record = load()
+        model_rows = record.setdefault(checkpoint.name, {})
+        model_rows[row.recipe] = {
+            **msgspec.to_builtins(row),
+            "window": given.window,
+            "calibration_tokens": given.sequences * 512 if ALL[row.recipe].calibrated else 0,
+        }
+        order = {name: i for i, name in enumerate(ALL)}
+        record[checkpoint.name] = dict(sorted(model_rows.items(), key=lambda item: order[item[0]]))
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load() -> dict[str, dict[str, Any]]:
+    """What was measured: model -> recipe -> row."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def table() -> str:
+    """Every measured row, in Markdown."""
+    lines = [
+        "| model | recipe | bits | MB | perplexity | KL | same top token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model, rows in load().items():
+        first = next(iter(rows.values()))
+        lines.append(f"| {model} | unquantised | | | {first['perplexity_unquantised']:.2f} | | |")
+        for row in rows.values():
+            more = row["perplexity"] / row["perplexity_unquantised"] - 1
+            lines.append(
+                f"| | `{row['recipe']}` | {row['bits']:.2f} | {row['nbytes'] / 1e6:.1f} | "
+                f"{row['perplexity']:.2f} ({more:+.1%}) | {row['kl']:.4f} | {row['top1']:.1%} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
