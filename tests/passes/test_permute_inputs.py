@@ -37,7 +37,12 @@ def context(orders: dict[str, str], **changes: Any) -> PassContext:
     def resolve(recipe: Recipe) -> Recipe:
         return recipe.resolve(source)
 
-    found = replace(FLOAT32, resolve=resolve, read=lambda recipe: evaluate(resolve(recipe), read))
+    found = replace(
+        FLOAT32,
+        resolve=resolve,
+        read=lambda recipe: evaluate(resolve(recipe), read),
+        stored_quant=lambda recipe, dimensions: "int4_g32",
+    )
     return replace(found, **changes)
 
 
@@ -111,3 +116,10 @@ def test_a_target_without_the_kernel_keeps_the_dequantised_weight() -> None:
     graph = traced(two_products())
     report = permute_inputs.run(graph, context({"a.weight": "order.a"}, has_tactic=lambda spec: False))
     assert report.skipped == (("a.weight", "the target has no kernel for take_columns"),)
+
+
+def test_a_weight_that_is_stored_dense_is_put_in_order_instead() -> None:
+    graph = traced(two_products())
+    dense = context({"a.weight": "order.a"}, stored_quant=lambda recipe, dimensions: "bfloat16")
+    report = permute_inputs.run(graph, dense)
+    assert report.skipped == (("a.weight", "it is stored as bfloat16, with its columns in order"),)

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 from torch import fx
 
+from pelton.dtypes import is_dense
 from pelton.ir.condition import SameValues
 from pelton.ir.graph import Graph, op_name
 from pelton.ir.recipe import (
@@ -97,6 +98,10 @@ def _why_not(
         return "the weights stacked in it have their columns in different orders"
     if len(weight.users) > 1:
         return "it is read elsewhere too"
+    as_stored = graph.recipes[name_of(graph, weight)].resolve(partial(_as_stored, orders))
+    kept = context.stored_quant(as_stored, 2)
+    if is_dense(kept):
+        return f"it is stored as {kept}, with its columns in order"
     index = TensorSpec.of_weight("float32", (weight.meta["val"].shape[1],))
     if not context.supports(graph, "take_columns", (node.args[0], index)):
         return "the target has no kernel for take_columns"
