@@ -10,6 +10,7 @@ import torch
 
 import pelton
 from pelton.engine.artifact import open_engine
+from pelton.errors import CheckpointError
 from tests.checkpoint import packers
 from tests.checkpoint.packers import Packed, quantized_checkpoint
 from tests.checkpoint.test_quantized_formats import (
@@ -147,4 +148,36 @@ def test_what_a_checkpoint_says_of_inputs_and_caches_and_is_not_done_is_reported
         "the checkpoint quantises the inputs of 14 products to int8 per token; here they are float32"
         in report.notes
     )
-    assert "the checkpoint quantises KV caches to fp8; here they are float32" in report.notes
+    assert (
+        "the checkpoint quantises KV caches to fp8; here they are float32 (kv_dtype fp8 quantises them too)"
+        in report.notes
+    )
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_scales_of_kv_caches_are_the_checkpoints(per_head: bool, tmp_path: Path) -> None:
+    config, pack = CASES["float-quantized"]
+    config = {**config, "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
+    given = {
+        f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor(
+            [value, 2 * value] if per_head else [value]
+        )
+        for layer, kind, value in ((0, "k", 0.125), (0, "v", 0.25), (1, "k", 0.5), (1, "v", 1.0))
+    }
+    quantized_checkpoint(tmp_path / "m", config, pack, others=given)
+    settings = pelton.BuildConfig(**{**EXACT, "kv_dtype": "fp8"}, **SMALL)
+    report = pelton.build(tmp_path / "m", settings, output=tmp_path / "x.engine")
+    assert "scales of KV caches are the checkpoint's" in report.notes
+    engine = open_engine(tmp_path / "x.engine")
+    for name, values in (("k_scale.0", (0.125, 0.25)), ("v_scale.1", (1.0, 2.0))):
+        found = engine.weights[name].view("float32")[:2]
+        assert found.tolist() == [values[0], values[1] if per_head else values[0]]
+
+
+def test_scales_of_kv_caches_that_do_not_fit(tmp_path: Path) -> None:
+    config, pack = CASES["float-quantized"]
+    others = {f"model.layers.0.self_attn.{kind}_scale": torch.ones(1) for kind in "kv"}
+    quantized_checkpoint(tmp_path / "m", config, pack, others=others)
+    settings = pelton.BuildConfig(**{**EXACT, "kv_dtype": "fp8"}, **SMALL)
+    with pytest.raises(CheckpointError, match="has k scales of KV caches that do not fit its 2 layers of 2"):
+        pelton.build(tmp_path / "m", settings, output=tmp_path / "x.engine")

@@ -18,7 +18,7 @@ from pelton.builder.facts import (
     expected_tensors,
     unapplied_quantisation,
 )
-from pelton.builder.kv_calibration import unmeasured_scales
+from pelton.builder.kv_calibration import checkpoint_scales, unmeasured_scales
 from pelton.builder.lower import lower
 from pelton.builder.plugins import keeps_apart
 from pelton.builder.profiles import step_limits
@@ -129,6 +129,12 @@ def compile_model(
     def quant_of(recipe: Recipe) -> str:
         return infer_quant(resolve_sources(recipe, checkpoint.source), infos)
 
+    kv_scales = checkpoint_scales(checkpoint, model, config.kv_dtype)
+    if kv_scales is None:
+        kv_scales = unmeasured_scales(model) if config.kv_dtype in KV_CODES else {}
+    else:
+        notes.append("scales of KV caches are the checkpoint's")
+
     def stored(quant: str, dimensions: int) -> str:
         return stored_quant(quant, dimensions, dtype, native, exact=exact_types(config))
 
@@ -138,7 +144,7 @@ def compile_model(
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
         stored_quant=lambda recipe, dimensions: stored(quant_of(recipe), dimensions),
         activations=config.activations,
-        kv_scales=unmeasured_scales(model) if config.kv_dtype in KV_CODES else {},
+        kv_scales=kv_scales,
         has_tactic=lambda spec: (
             not keeps_apart(config.plugins, spec.op)
             and any(not t.largest_tokens for t in supporting(spec, selector.tactics))

@@ -15,6 +15,7 @@ from pelton.builder.resolve import CheckpointFacts
 from pelton.builder.sources import readable, resolve_sources
 from pelton.engine.config import KVGroup, ModelConfig
 from pelton.ir.activation_quant import ActivationQuant
+from pelton.ir.kv_quant import CACHE_DTYPE
 from pelton.ir.recipe import AddScalar, PermuteRows, Recipe, Source, Transpose
 from pelton.models.checkpoint import Checkpoint
 
@@ -56,8 +57,11 @@ def unapplied_quantisation(checkpoint: Checkpoint, activations: str, kv_dtype: s
             f"here they are {activations}"
         )
     kv = checkpoint.kv_quant()
-    if kv is not None and kv.dtype != kv_dtype:
-        notes.append(f"the checkpoint quantises KV caches to {kv.dtype}; here they are {kv_dtype}")
+    if kv is not None and CACHE_DTYPE[kv.dtype] != kv_dtype:
+        notes.append(
+            f"the checkpoint quantises KV caches to {kv.dtype}; here they are {kv_dtype} "
+            f"(kv_dtype {kv.dtype} quantises them too)"
+        )
     return notes
 
 

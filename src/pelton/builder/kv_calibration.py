@@ -1,4 +1,5 @@
-"""Scales of 8-bit KV caches: the largest key and value of each KV head on text, by the eager reference model.
+"""Scales of 8-bit KV caches: the checkpoint's, where it has them for such caches, else the largest key and
+value of each KV head on text, by the eager reference model.
 
 They are static: K and V of a head keep their range from text to text, and what a later text has beyond it
 becomes the largest code.
@@ -6,6 +7,7 @@ becomes the largest code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +23,36 @@ from pelton.builder.probe import sample_tokens
 from pelton.builder.text import BUILT_IN, built_in, encode
 from pelton.builder.weights import WeightSpec
 from pelton.engine.config import EngineConfig
-from pelton.errors import ConfigError
+from pelton.errors import CheckpointError, ConfigError
 from pelton.ir.kv_codes import scale_of
+from pelton.ir.kv_quant import CACHE_DTYPE
 from pelton.models.checkpoint import Checkpoint
 
 #: Tokens of text that are read.
 TOKENS = 512
+
+
+def checkpoint_scales(
+    checkpoint: Checkpoint, model: nn.CausalLM, kv_dtype: str
+) -> dict[int, tuple[list[float], list[float]]] | None:
+    """The checkpoint's own scales of each layer's heads; None where it has none for caches of ``kv_dtype``.
+
+    Raises ``CheckpointError`` where they do not fit the model.
+    """
+    kv = checkpoint.kv_quant()
+    if kv is None or not kv.k_scales or CACHE_DTYPE[kv.dtype] != kv_dtype:
+        return None
+    heads = [layer.num_kv_heads for layer in model.layer_kv()]
+    found = {}
+    for name, scales in (("k", kv.k_scales), ("v", kv.v_scales)):
+        fit = len(scales) == len(heads) and all(len(s) in (1, n) for s, n in zip(scales, heads, strict=True))
+        if not fit or not all(value > 0 and math.isfinite(value) for s in scales for value in s):
+            raise CheckpointError(
+                f"{checkpoint.name} has {name} scales of KV caches that do not fit its {len(heads)} layers "
+                f"of {heads[0]} heads; use another kv_dtype"
+            )
+        found[name] = [list(s) * (n // len(s)) for s, n in zip(scales, heads, strict=True)]
+    return {layer: (found["k"][layer], found["v"][layer]) for layer in range(len(heads))}
 
 
 def unmeasured_scales(model: nn.CausalLM) -> dict[int, tuple[list[float], list[float]]]:

@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+#: Element type of caches of a ``KVQuant.dtype``.
+CACHE_DTYPE = {"fp8": "float8_e4m3fn", "int8": "int8"}
+
 
 class KVQuant(msgspec.Struct, frozen=True):
     """Keys and values as 8-bit codes: the value of a code q is ``scale q``, fp8 codes are e4m3.
