@@ -29,7 +29,7 @@ def tactics() -> str:
     from pelton.kernels.tactic import all_tactics
 
     rows = []
-    for t in sorted(all_tactics().values(), key=lambda t: (t.op, -t.priority, t.name)):
+    for t in sorted(all_tactics().values(), key=lambda t: (t.op, *t.order)):
         layouts = ", ".join(f"input {i}: {layout}" for i, layout in sorted(t.weight_layouts.items()))
         same = "yes" if t.batch_invariant else "no"
         rows.append((t.op, f"`{t.name}`", t.precision, layouts or "rows", str(t.priority), same))

@@ -148,6 +148,13 @@ def test_without_timing_priority_decides() -> None:
     assert choice.notes == ()
 
 
+def test_of_equal_priority_what_is_made_for_the_smallest_steps_is_taken() -> None:
+    """Whatever they are called."""
+    sized = [tactic(f"of{n}", largest_tokens=n, priority=1) for n in (64, 8, 1)]
+    choice = run([linear("a", weight())], [*sized, tactic("any", priority=1)], Measurements(None))
+    assert tables(choice) == [[(1, "of1"), (8, "of8"), (64, "of64")]]
+
+
 @pytest.mark.parametrize(("small", "expected"), [(99.0, "large"), (98.0, "large"), (90.0, "small")])
 def test_near_equal_times_are_equal_and_the_priority_wins(small: float, expected: str) -> None:
     timer = FakeTimer(lambda name, rows: small if name == "small" else 100.0)

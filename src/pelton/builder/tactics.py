@@ -92,7 +92,7 @@ def choose(
 def supporting(spec: NodeSpec, tactics: Mapping[str, Tactic]) -> list[Tactic]:
     """The tactics that can run such a call, best first."""
     found = (t for t in tactics.values() if t.op == spec.op and t.supports(spec))
-    return sorted(found, key=lambda t: (-t.priority, t.name))
+    return sorted(found, key=lambda t: t.order)
 
 
 class _Chooser:

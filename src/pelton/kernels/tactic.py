@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -58,7 +59,8 @@ class Tactic:
     supports: Callable[[NodeSpec], bool]
     device: str = "cpu"
     priority: int = 0
-    """Without timing, the highest priority that supports the node is taken."""
+    """Without timing, the highest priority that supports the node is taken; of equal ones, the tactic that
+    is made for the smallest steps."""
     precision: str = "float32"
     """Key into the op's ``tolerance``: how close to the reference it must be."""
     batch_invariant: bool = False
@@ -84,6 +86,11 @@ class Tactic:
     """CUDA: the compute capability that its kernels are for alone (90); 0: any."""
     decode: Callable[[CallSpec, int], tuple[Work, ...]] | None = None
     """CUDA: the kernels where every sequence of the step has one token; None: ``launches`` too."""
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Sort key: what is taken first without timing comes first."""
+        return -self.priority, self.largest_tokens or math.inf, self.name
 
     def takes(self, tokens: int) -> bool:
         """Whether it can run steps of so many tokens."""
