@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -74,12 +76,66 @@ def ops() -> str:
     return table(("op", "what", ""), rows)
 
 
+def recipes() -> str:
+    """The named recipes of quantisation."""
+    from pelton.quant.config import describe, weight_bits
+    from pelton.quant.recipes import RECIPES
+
+    rows = [
+        (
+            f"`{name}`",
+            describe(config),
+            f"{weight_bits(config.weights):.2f}",
+            "yes" if config.calibrated else "no",
+        )
+        for name, config in RECIPES.items()
+    ]
+    return table(("recipe", "what it does", "bits a weight", "reads text"), rows)
+
+
+def combinations() -> str:
+    """What goes with each type of weights."""
+    from pelton.builder.write_quantized import stores
+    from pelton.dtypes import GPU_BLOCK_TYPES, NATIVE_BLOCK_TYPES
+    from pelton.models.checkpoint.write import FORMATS
+    from pelton.quant.config import WEIGHT_TYPES, activation_types, roundings, scalings, weight_bits
+
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for quant in WEIGHT_TYPES:
+        kernels = ["CPU"] * (quant in NATIVE_BLOCK_TYPES) + ["GPU"] * (quant in GPU_BLOCK_TYPES)
+        parts = (
+            roundings(quant),
+            [s for s in scalings(quant) if s != "none"],
+            activation_types(quant),
+            [fmt for fmt in FORMATS if stores(fmt, quant)],
+            kernels,
+        )
+        key = tuple(", ".join(part) or "-" for part in parts)
+        kinds.setdefault(key, []).append(f"`{quant}` ({weight_bits(quant):.2f})")
+    rows = [(", ".join(types), *key) for key, types in kinds.items()]
+    header = ("weights (bits)", "rounding", "scaling", "activations", "formats", "kernels")
+    return table(header, rows)
+
+
+def quantised() -> str:
+    """What benchmarks/quantisation.py measured."""
+    spec = importlib.util.spec_from_file_location("quantisation", BENCHMARKS / "quantisation.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: str = module.table()
+    return found
+
+
 #: Name of a generated part -> its text.
 PARTS: dict[str, Callable[[], str]] = {
     "passes": passes,
     "patterns": patterns,
     "ops": ops,
     "tactics": tactics,
+    "recipes": recipes,
+    "combinations": combinations,
+    "quantised": quantised,
 }
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)

@@ -23,6 +23,11 @@ _STORES: dict[str, Callable[[str], bool]] = {
 }
 
 
+def stores(fmt: str, quant: str) -> bool:
+    """Whether a checkpoint format has weights of type ``quant``."""
+    return quant not in GGUF_BLOCK_TYPES and _STORES[fmt](quant)
+
+
 def format_for(config: QuantConfig, wanted: str | None = None) -> str:
     """The format to write: ``wanted``, or the first that has all of ``config``. Raises ``ConfigError``."""
     if wanted is not None and wanted not in FORMATS:
@@ -46,9 +51,7 @@ def format_for(config: QuantConfig, wanted: str | None = None) -> str:
 def _lacks(name: str, config: QuantConfig) -> str:
     """What of ``config`` a format cannot store; empty: nothing."""
     for quant in (config.weights, *config.overrides.values()):
-        if quant != NONE and not _STORES[name](quant):
-            return f"{quant} weights"
-        if quant in GGUF_BLOCK_TYPES:
+        if quant != NONE and not stores(name, quant):
             return f"{quant} weights"
     a = config.activations
     if a is not None and a.outliers and name != "bitsandbytes":
