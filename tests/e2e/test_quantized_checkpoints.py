@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pelton
+from pelton.builder.refit import refit
 from pelton.engine.artifact import open_engine
 from pelton.errors import CheckpointError
 from tests.checkpoint import packers
@@ -181,3 +182,64 @@ def test_scales_of_kv_caches_that_do_not_fit(tmp_path: Path) -> None:
     settings = pelton.BuildConfig(**{**EXACT, "kv_dtype": "fp8"}, **SMALL)
     with pytest.raises(CheckpointError, match="has k scales of KV caches that do not fit its 2 layers of 2"):
         pelton.build(tmp_path / "m", settings, output=tmp_path / "x.engine")
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"])
+def test_other_architectures(arch: str, tmp_path: Path) -> None:
+    """GPTQ, in act-order where layers share inputs; GPT-2's layers are transposed and its sizes small."""
+    if arch == "gpt2":
+        config, pack = CASES["gptq"]
+    else:
+        config, pack = CASES["gptq in act-order"]
+    fields = {} if arch == "gpt2" else {"head_dim": 32, "pad_token_id": None}
+    model = quantized_checkpoint(tmp_path / "m", config, pack, arch=arch, **fields)
+    model.set_attn_implementation("eager")
+    engine = tmp_path / "x.engine"
+    pelton.build(tmp_path / "m", pelton.BuildConfig(**EXACT, **SMALL), output=engine)
+    check_against(model, engine, 1e-4)
+
+
+def test_an_imported_model(tmp_path: Path) -> None:
+    config, pack = CASES["awq"]
+    model = quantized_checkpoint(tmp_path / "m", config, pack, arch="llama")
+    model.set_attn_implementation("eager")
+    engine = tmp_path / "x.engine"
+    settings = pelton.BuildConfig(**EXACT, **SMALL, model_impl="transformers")
+    pelton.build(tmp_path / "m", settings, output=engine)
+    check_against(model, engine, 1e-4)
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq in act-order", "int-quantized"])
+def test_refitting_with_another_checkpoint_of_the_format(case: str, tmp_path: Path) -> None:
+    config, pack = CASES[case]
+    quantized_checkpoint(tmp_path / "old", config, pack)
+
+    def other(weight: torch.Tensor, name: str) -> Packed:
+        if "desc_act" not in config or not config["desc_act"]:
+            return pack(weight, name)
+        return packers.gptq(
+            weight, group=32, sym=False, order=packers.act_order(weight.shape[1], 32, seed=100)
+        )
+
+    model = quantized_checkpoint(tmp_path / "new", config, other, seed=1)
+    model.set_attn_implementation("eager")
+    settings = pelton.BuildConfig(**EXACT, **SMALL)
+    pelton.build(tmp_path / "old", settings, output=tmp_path / "x.engine")
+    refit(tmp_path / "x.engine", tmp_path / "new")
+    check_against(model, tmp_path / "x.engine", 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "stored"),
+    [("gptq in act-order", "int4_g32"), ("int-quantized", "int8_row"), ("modelopt", "q8_0")],
+)
+def test_a_usual_build_keeps_what_kernels_read_and_says_what_it_rounds(
+    case: str, stored: str, tmp_path: Path
+) -> None:
+    config, pack = CASES[case]
+    quantized_checkpoint(tmp_path / "m", config, pack, dtype="bfloat16")
+    report = pelton.build(tmp_path / "m", pelton.BuildConfig(**SMALL), output=tmp_path / "x.engine")
+    engine = open_engine(tmp_path / "x.engine")
+    assert {b.quant for b in engine.plan.buffers if "_proj.weight" in b.name} == {stored}
+    assert report.quality is not None
+    assert any("repacked as q8_0, relative error" in note for note in report.notes) == (stored == "q8_0")
