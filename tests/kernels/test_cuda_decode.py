@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pelton.builder.cubins import MAX_SHARED, compile_kernel
 from pelton.kernels.gpu import nvrtc
+from pelton.kernels.kv_write import cuda as kv_write
 from pelton.kernels.launch import COUNTERS, CallSpec, OperandSpec
 from pelton.kernels.rope_paged_attention import cuda, hopper
 from pelton.kernels.tactic import NodeSpec, TensorSpec, all_tactics
@@ -92,6 +95,22 @@ def test_what_clusters_do_not_take_is_left_to_triton(call: CallSpec, fits: bool)
     assert tactic.decode is not None
     (launch,) = tactic.decode(call, 4)
     assert (launch.kernel.function == "decode" and hasattr(launch.kernel, "file")) == fits  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_writes_and_attention_compile_with_and_without_scales(kv_dtype: str) -> None:
+    """The interpreter takes what the compiler does not, such as None where a number may be."""
+    call = call_of(heads=4, kv_heads=2, dim=64)
+    scale = OperandSpec(dtype="float32", shape=(2,), strides=(1,)) if kv_dtype != "bfloat16" else None
+    cache = replace(call.input(4), dtype=kv_dtype)
+    call = replace(call, inputs=(*call.inputs[:4], cache, cache, *call.inputs[6:12], scale, scale))
+    tactic = all_tactics()["cuda.rope_paged_attention.4"]
+    assert tactic.launches is not None
+    assert tactic.decode is not None
+    write = replace(call, inputs=(*call.inputs[1:3], cache, cache, call.inputs[6], scale, scale), outputs=())
+    works = *tactic.launches(call, 64), *tactic.decode(call, 4), *kv_write.launches(write, 4)
+    for work in works:
+        assert compile_kernel(work.kernel, 90).image[:4] == b"\x7fELF"  # type: ignore[union-attr]
 
 
 @needs_nvrtc

@@ -32,12 +32,9 @@ def rotated(x, mask_h, weight, cos_sin, eps, D: tl.constexpr, HALF: tl.constexpr
 
 
 @triton.jit
-def _column(scale, head, mask):
-    """The heads' scales, one a row; None where there are none."""
-    if scale is None:
-        return None
-    else:
-        return tl.load(scale + head, mask=mask, other=1.0)[:, None]
+def _column(scale, head, HEADS: tl.constexpr):
+    """The heads' scales, one a row."""
+    return tl.load(scale + head, mask=head < HEADS, other=1.0)[:, None]
 
 
 @triton.jit
@@ -74,6 +71,10 @@ def rope_kv_write(
     d = tl.arange(0, BLOCK)
     table = cos_sin + row * (2 * HALF)
     q_parts: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    # Not in the branch that needs them: what is None may not be set in one.
+    scaled = tl.maximum(part - q_parts, 0) * HEADS + tl.arange(0, HEADS)
+    key_scale = None if k_scale is None else _column(k_scale, scaled, KV_HEADS)
+    value_scale = None if v_scale is None else _column(v_scale, scaled, KV_HEADS)
     if part < q_parts:
         head = part * HEADS + tl.arange(0, HEADS)
         mask_h = head < Q_HEADS
@@ -89,9 +90,7 @@ def rope_kv_write(
             at = ((slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
             turned = rotated(k + row * K_ROW + head * K_HEAD, mask_h, k_weight, table, eps, D, HALF, BLOCK)
             # As the unfused ops do: k has the element type before it gets the cache's.
-            key_scale = _column(k_scale, head, mask_h)
             key = encode(turned.to(k.dtype.element_ty), key_scale, k_cache.dtype.element_ty)
             tl.store(k_cache + at, key, mask=mask)
             value = tl.load(v + row * V_ROW + (head * V_HEAD)[:, None] + d[None, :], mask=mask, other=0.0)
-            value_scale = _column(v_scale, head, mask_h)
             tl.store(v_cache + at, encode(value, value_scale, v_cache.dtype.element_ty), mask=mask)
