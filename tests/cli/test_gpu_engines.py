@@ -84,6 +84,13 @@ def test_debug_shows_tensors_and_compares_them_caches_too(
     assert "0 of each step without a counterpart" in compared.out
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
+def test_debug_reads_caches_of_any_type(pelton: Run, gpu: NullLibrary, tmp_path: Path, kv_dtype: str) -> None:
+    path = build_paper_engine(tmp_path / "paper.engine", kv_dtype=kv_dtype)
+    done = pelton("debug", path, "--against", "reference", "--prompt", "Hello")
+    assert "First to depart: model.embed_tokens.embedding" in done.out, done.err
+
+
 def test_doctor_measures_the_gpu(pelton: Run, gpu: NullLibrary) -> None:
     said = pelton("doctor").out
     assert "null, sm_90, " in said

@@ -200,9 +200,9 @@ def _step_errors(
         ]
         for name, buffer in made:
             a, b = left.get(name), right.get(name)
-            # Where the error is not known, what it may be. Packed int8 is not compared: it shows in the next
-            # instruction.
-            packed = plan.buffers[buffer].dtype == "uint8"
+            # Where the error is not known, what it may be. Packed int8 and fp8 are not compared: they show in
+            # the next instruction.
+            packed = plan.buffers[buffer].dtype in ("uint8", "float8_e4m3fn")
             bound = BOUNDS["int8"] if packed else instruction_bound(plan, instruction)
             by_buffer[buffer] = max(inherited, bound / AMPLIFICATION)
             if a is None or b is None or a.shape != b.shape:

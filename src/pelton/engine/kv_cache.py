@@ -13,8 +13,8 @@ from pelton.engine.config import EngineConfig, KVGroup
 from pelton.engine.resources import available_memory, human_bytes
 from pelton.errors import ConfigError
 
-#: numpy has no bfloat16 and no fp8: their bit patterns are kept as uint16 and uint8.
-_NUMPY = {
+#: Of a cache's type; numpy has no bfloat16 and no fp8: their bit patterns are kept as uint16 and uint8.
+NUMPY_TYPES = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": np.uint16,
@@ -116,5 +116,5 @@ def allocate(config: EngineConfig, num_blocks: tuple[int, ...]) -> KVCaches:
         shape = (blocks, group.num_kv_heads, build.block_size, group.head_dim)
         for layer in group.layers:
             for caches in (k, v):
-                caches[layer] = np.empty(shape, dtype=_NUMPY[build.kv_dtype])
+                caches[layer] = np.empty(shape, dtype=NUMPY_TYPES[build.kv_dtype])
     return KVCaches(k, v, num_blocks)

@@ -25,6 +25,7 @@ from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.cuda.launcher import Launcher
 from pelton.engine.cuda.sampler import DeviceSampler, Slot
 from pelton.engine.cuda.weights import DeviceWeights
+from pelton.engine.kv_cache import NUMPY_TYPES
 from pelton.engine.plan import Instruction, Operand
 from pelton.engine.step_inputs import decodes, step_dims
 from pelton.errors import DeviceError
@@ -219,14 +220,13 @@ class CudaRunner:
         return list(zip(self._plan.instructions, times, strict=True))
 
     def read_caches(self) -> dict[tuple[str, int], npt.NDArray[np.generic]]:
-        """A copy of each layer's cache, by kind (k_cache, v_cache) and layer; bfloat16 as its bits."""
+        """A copy of each layer's cache, by kind (k_cache, v_cache) and layer; see ``NUMPY_TYPES``."""
         self._device.make_current()
         found: dict[tuple[str, int], npt.NDArray[np.generic]] = {}
         for buffer in self._plan.buffers:
             if buffer.kind in ("k_cache", "v_cache"):
                 memory = self._caches[buffer.kind, buffer.layer]
-                dtype = np.uint16 if buffer.dtype == "bfloat16" else np.dtype(buffer.dtype)
-                flat = np.empty(memory.nbytes // ITEMSIZE[buffer.dtype], dtype)
+                flat = np.empty(memory.nbytes // ITEMSIZE[buffer.dtype], NUMPY_TYPES[buffer.dtype])
                 self._stream.copy_out(flat.ctypes.data, memory.address, flat.nbytes)
                 self._stream.wait()
                 rest = [d for d in buffer.shape if isinstance(d, int)]
