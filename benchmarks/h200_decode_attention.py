@@ -103,32 +103,29 @@ def variants(shape: Shape, sweep: bool) -> Iterator[Variant]:
     call = call_of(shape.page, shape.kv_dtype)
     yield shape.variant("separate", {}, separately(call, shape.batch))
     largest = next((n for n in LARGEST if shape.batch <= n), 0)
-    how = decode_tiles(largest, KV_HEADS)
+    how = decode_tiles(largest, KV_HEADS, shape.kv_dtype)
     yield shape.variant("one", asdict(how), decode(call, how, shape.batch))
-    for keys, warps, stages, prefetch in SWEEP if sweep else ():
+    for keys, warps, stages in SWEEP if sweep else ():
         # From one program a KV head to what fills the GPU several times.
         for splits in (1, 2, 4, 8, 16, 32, 64):
             per = -(-shape.context // splits)
             programs = splits * shape.batch * KV_HEADS
             if per < min(keys, 64) or (splits > 1 and programs > 4300) or programs < 32:
                 continue
-            if splits == 1 and prefetch:
-                continue
-            how = Decode(splits, keys, keys, stages, warps, prefetch)
+            how = Decode(splits, keys, keys, stages, warps)
             yield shape.variant("sweep", asdict(how), decode(call, how, shape.batch))
 
 
-#: Keys at a time, warps, stages; each with and without blocks prefetched.
-_TILES = [
+#: Keys at a time, warps, stages.
+SWEEP = [
     *((16, 1, stages) for stages in (3, 5, 7, 9)),
     *((32, warps, stages) for warps, stages in ((1, 3), (1, 5), (1, 7), (2, 3), (2, 5))),
     *((64, warps, stages) for warps in (1, 2, 4) for stages in (3, 5)),
     *((128, warps, stages) for warps, stages in ((2, 3), (4, 3), (4, 5))),
 ]
-SWEEP = [(*tiles, prefetch) for tiles in _TILES for prefetch in (0, 16)]
 
 
-TILES = ("splits", "least", "keys", "stages", "warps", "prefetch")
+TILES = ("splits", "least", "keys", "stages", "warps")
 
 
 def microseconds(bench: Bench, variant: Variant, addresses: list[tuple[list[int], list[int]]]) -> float:

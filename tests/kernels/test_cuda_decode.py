@@ -51,7 +51,7 @@ def node_of(call: CallSpec) -> NodeSpec:
 @pytest.mark.parametrize(("kv_heads", "expected"), [(8, [32, 32, 16, 8, 4, 2, 1]), (1, [32] * 5 + [16, 1])])
 def test_few_sequences_are_shared_by_more_programs(kv_heads: int, expected: list[int]) -> None:
     """So many that they fill the GPU: the fewer KV heads the more."""
-    assert [cuda.decode_tiles(largest, kv_heads).splits for largest in cuda.LARGEST] == expected
+    assert [cuda.decode_tiles(largest, kv_heads, "bfloat16").splits for largest in cuda.LARGEST] == expected
 
 
 def test_clusters_shrink_as_sequences_fill_the_gpu() -> None:
@@ -73,7 +73,7 @@ def test_parts_have_room_in_the_workspace() -> None:
             continue
         (launch,) = tactic.decode(call, tactic.largest_tokens)
         offsets = [a.offset for a in launch.arguments if a.kind == "workspace"]  # type: ignore[union-attr]
-        splits = cuda.decode_tiles(tactic.largest_tokens, 8).splits
+        splits = cuda.decode_tiles(tactic.largest_tokens, 8, "bfloat16").splits
         assert len(offsets) == (4 if splits > 1 else 0), name
         values = tactic.largest_tokens * 32 * splits * 4
         assert tactic.workspace(node_of(call), tactic.largest_tokens) >= values * (128 + 2)

@@ -100,8 +100,7 @@ def test_what_is_left_of_a_llama_layer() -> None:
         "rope_cos_sin",
         "rms_norm",
         "linear",
-        "rope_kv_write",
-        "paged_attention",
+        "rope_paged_attention",
         "take_rows",
         "linear",
         "take_rows",
@@ -120,7 +119,7 @@ def test_fused_q_k_and_v_are_views_of_one_tensor() -> None:
     assert isinstance(nn.collect_recipes(model)["model.layers.0.self_attn.qkv_proj.weight"], Concat)
     graph = trace(model, max_seq_len=64, block_size=4)
     run_graph_passes(PASSES, graph, FLOAT32)
-    fused = next(n for n in graph.calls if op_name(n) == "rope_kv_write")
+    fused = next(n for n in graph.calls if op_name(n) == "rope_paged_attention")
     q, k, v = (graph.type_of(n) for n in fused.args[:3])  # type: ignore[arg-type]
     assert (q.shape, k.shape, v.shape) == (("T", 4, 8), ("T", 2, 8), ("T", 2, 8))
     assert {t.strides for t in (q, k, v)} == {(64, 8, 1)}
@@ -319,6 +318,7 @@ def test_explain_shows_what_each_pass_changed(llama_graph: Graph) -> None:
         "fuse_products",
         "add_rms_norm",
         "rope_kv_write",
+        "rope_paged_attention",
         "gemm_swiglu",
         "dead_code",
     ]

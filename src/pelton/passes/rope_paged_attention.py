@@ -82,5 +82,4 @@ PASS = Pass(
     rewrite="paged_attention(rope_kv_write(q, k, v)) -> rope_paged_attention(q, k, v)",
     bound="bit for bit",
     needs=("rope_kv_write",),
-    default=False,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pelton.dtypes import KV_CODES
 from pelton.kernels.launch import (
     COUNTERS,
     Argument,
@@ -49,8 +50,6 @@ class Decode:
     """Keys at a time, of heads of up to 128; half as many of larger ones."""
     stages: int
     warps: int
-    prefetch: int = 0
-    """Blocks that a program starts to read before it has its queries, at most."""
 
 
 #: Sequences of the largest step of a tactic; 0: any.
@@ -59,13 +58,12 @@ LARGEST = (1, 2, 4, 8, 16, 32, 0)
 _ENOUGH, _MOST = 512, 32
 
 
-def decode_tiles(largest: int, kv_heads: int) -> Decode:
+def decode_tiles(largest: int, kv_heads: int, kv_dtype: str) -> Decode:
     """For steps of at most ``largest`` sequences (0: any); measured on an H200
     (``benchmarks/h200_decode_attention.py``)."""
     splits = min(_MOST, max(1, _ENOUGH // (largest * kv_heads))) if largest else 1
-    if largest == 1:
-        return Decode(splits, 64, 64, 3, 4)
-    return Decode(splits, 32, 16, 5, 1)
+    # As many bytes under way where keys have half of them, except where programs are many.
+    return Decode(splits, 32, 32 if kv_dtype in KV_CODES and largest else 16, 5, 1)
 
 
 def decode(call: CallSpec, how: Decode, sequences: int) -> tuple[Work, ...]:
@@ -97,14 +95,14 @@ def decode(call: CallSpec, how: Decode, sequences: int) -> tuple[Work, ...]:
     b.constants(WINDOW=int(call.attrs["window"]), SOFTCAP=float(call.attrs["softcap"]) > 0)
     b.constants(ROWS=group_rows, GROUP_ROWS=power_of_two(group), BLOCK_N=keys, BLOCK_D=block_d)
     b.constants(SHARED=how.splits > 1, JOIN=_joined(warps, power_of_two(group) * block_d))
-    b.constants(PREFETCH=how.prefetch, THREADS=32 * warps, STAGES=how.stages)
+    b.constants(STAGES=how.stages)
     grid = (Term(times=kv_heads),), (Term(times=how.splits),), (rows(q),)
-    return (b.launch(*grid, num_warps=warps, dependent=True),)
+    return (b.launch(*grid, num_warps=warps),)
 
 
-def _tiles(largest: int, k: OperandSpec | TensorSpec | None) -> Decode:
-    assert k is not None
-    return decode_tiles(largest, int(k.shape[1]))
+def _tiles(largest: int, k_cache: OperandSpec | TensorSpec | None) -> Decode:
+    assert k_cache is not None
+    return decode_tiles(largest, int(k_cache.shape[1]), k_cache.dtype)
 
 
 def _joined(warps: int, values: int) -> int:
@@ -125,7 +123,7 @@ def workspace(largest: int, attention: Tactic) -> Callable[[NodeSpec, int], int]
     def nbytes(node: NodeSpec, max_tokens: int) -> int:
         q = node.inputs[0]
         assert q is not None
-        heads, dim, splits = int(q.shape[1]), int(q.shape[2]), _tiles(largest, node.inputs[1]).splits
+        heads, dim, splits = int(q.shape[1]), int(q.shape[2]), _tiles(largest, node.inputs[4]).splits
         parts = _parts(largest, heads, splits)["partial"] + largest * heads * splits * dim * 4
         others = attention.workspace(attention_of(attention, node), max_tokens)
         return max(parts if splits > 1 else 0, others)
@@ -180,7 +178,7 @@ def supports(largest: int) -> Callable[[NodeSpec], bool]:
 
 
 def _decode(largest: int) -> Callable[[CallSpec, int], tuple[Work, ...]]:
-    return lambda call, max_tokens: decode(call, _tiles(largest, call.inputs[1]), largest)
+    return lambda call, max_tokens: decode(call, _tiles(largest, call.inputs[4]), largest)
 
 
 TACTICS = [

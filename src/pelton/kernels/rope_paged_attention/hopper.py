@@ -104,7 +104,7 @@ def _decode(largest: int) -> Callable[[CallSpec, int], tuple[Work, ...]]:
         kv_heads = int(call.input(1).shape[1])
         if 0 < largest <= MOST and fits(call):
             return decode(call, cluster(largest, kv_heads))
-        return cuda.decode(call, cuda.decode_tiles(largest, kv_heads), largest)
+        return cuda.decode(call, cuda.decode_tiles(largest, kv_heads, call.input(4).dtype), largest)
 
     return launches
 

@@ -9,24 +9,10 @@ nothing waits for a store. Whichever program finishes last joins the parts (flas
 import triton
 import triton.language as tl
 
-from pelton.kernels.gpu.triton_dependent import gdc_launch_dependents, gdc_wait
 from pelton.kernels.kv_write.triton_codes import encode
 from pelton.kernels.rope_kv_write.triton_rope_kv_write import rotated
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _prefetch(addresses, nbytes):
-    """Begin to bring so many bytes at each address into L2; a multiple of 16, or 0 for none."""
-    tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
-        "=r,l,r",
-        [addresses, nbytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -83,10 +69,7 @@ def decode(
     BLOCK_D: tl.constexpr,
     SHARED: tl.constexpr,
     JOIN: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    THREADS: tl.constexpr,
     STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -108,19 +91,6 @@ def decode(
     table = block_table + b * COLUMNS
     d = tl.arange(0, BLOCK_D)
     in_head = d < D
-    if DEPENDENT:
-        gdc_launch_dependents()
-        if PREFETCH > 0:
-            # Blocks of earlier steps. A thread starts one, if there are so many.
-            page = begin // PAGE + tl.arange(0, THREADS)
-            wanted = (page * PAGE < end) & (tl.arange(0, THREADS) < PREFETCH)
-            first_row = (tl.load(table + page, mask=wanted, other=0).to(tl.int64) * KV_HEADS + kv_head) * (
-                PAGE * D
-            )
-            nbytes = tl.where(wanted, PAGE * D * (k_cache.dtype.element_ty.primitive_bitwidth // 8), 0)
-            _prefetch(k_cache + first_row, nbytes)
-            _prefetch(v_cache + first_row, nbytes)
-        gdc_wait()
     row = tl.arange(0, ROWS)
     head = kv_head * GROUP + row
     valid = row < GROUP
