@@ -125,7 +125,8 @@ def test_act_order_weights_stay_blocks(arch: str, tmp_path: Path) -> None:
     assert found.changed == 8 and not found.skipped  # four products a layer
     opened = open_engine(engine)
     assert {b.quant for b in opened.plan.buffers if "proj.weight" in b.name} == {"int4_g32"}
-    assert sum(i.op == "take_columns" for i in opened.plan.instructions) == 8
+    # Down's is in the rows of gate and up.
+    assert sum(i.op == "take_columns" for i in opened.plan.instructions) == 6
     check_against(model, engine, 1e-4)
 
 

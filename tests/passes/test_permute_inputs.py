@@ -11,8 +11,20 @@ import pytest
 from pelton import nn
 from pelton.ir.condition import SameValues
 from pelton.ir.evaluate import evaluate
-from pelton.ir.recipe import Concat, PutColumns, Recipe, Scale, Source, TakeColumns, take_columns
+from pelton.ir.recipe import (
+    Concat,
+    PutColumns,
+    Recipe,
+    Rows,
+    Scale,
+    Source,
+    TakeColumns,
+    TakeRows,
+    rows,
+    take_columns,
+)
 from pelton.ir.tensors import HostTensor
+from pelton.nn import functional as F
 from pelton.passes import PassContext, permute_inputs
 from tests.passes.support import FLOAT32, Net, ops, traced
 
@@ -64,6 +76,13 @@ def test_put_columns_undo_taken_ones() -> None:
     assert TakeColumns(Source("w"), Source("order")).resolve(
         lambda name: PutColumns(Source(name), Source("order")) if name == "w" else Source(name)
     ) == Source("w")
+
+
+def test_rows_of_taken_columns_are_rows_of_what_is_stored() -> None:
+    half = rows(TakeColumns(Source("w"), Source("order")), 0, 16)
+    assert half.resolve(
+        lambda name: PutColumns(Source(name), Source("order")) if name == "w" else Source(name)
+    ) == Rows(Source("w"), 0, 16)
 
 
 def test_products_of_one_input_share_what_is_taken_of_it() -> None:
@@ -123,3 +142,44 @@ def test_a_weight_that_is_stored_dense_is_put_in_order_instead() -> None:
     dense = context({"a.weight": "order.a"}, stored_quant=lambda recipe, dimensions: "bfloat16")
     report = permute_inputs.run(graph, dense)
     assert report.skipped == (("a.weight", "it is stored as bfloat16, with its columns in order"),)
+
+
+def gated(stacked: bool, bias: bool, shared: bool) -> Net:
+    def body(self: Any, ids: Any, positions: Any) -> Any:
+        x = self.embed(ids)
+        gate, up = self.both(x).split(WIDTH, dim=-1) if stacked else (self.gate(x), self.up(x))
+        y = F.gated_activation(gate, up, "silu")
+        z = self.down(y)
+        return z + y if shared else z
+
+    down = nn.Linear(WIDTH, WIDTH)
+    if stacked:
+        return Net(body, both=nn.Linear(WIDTH, 2 * WIDTH, bias=bias), down=down)
+    return Net(body, gate=nn.Linear(WIDTH, WIDTH, bias=bias), up=nn.Linear(WIDTH, WIDTH), down=down)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_an_activation_gives_is_reordered_by_the_rows_before_it(stacked: bool, bias: bool) -> None:
+    graph = traced(gated(stacked, bias, shared=False))
+    report = permute_inputs.run(graph, context({"down.weight": "order.down"}))
+    assert (report.matched, report.changed) == (1, 1)
+    assert "take_columns" not in ops(graph)
+    order = Source("order.down")
+    if stacked:
+        halves = ((0, WIDTH), (WIDTH, 2 * WIDTH))
+        parts = tuple(TakeRows(Rows(Source("both.weight"), *half), order) for half in halves)
+        assert graph.recipes["both.weight"] == Concat(parts)
+    else:
+        assert graph.recipes["gate.weight"] == TakeRows(Source("gate.weight"), order)
+        assert graph.recipes["up.weight"] == TakeRows(Source("up.weight"), order)
+    biases = [recipe for name, recipe in graph.recipes.items() if name.endswith("bias")]
+    assert len(biases) == bias and all("order.down" in recipe.sources() for recipe in biases)
+
+
+def test_what_is_read_elsewhere_too_is_not_reordered() -> None:
+    graph = traced(gated(stacked=True, bias=False, shared=True))
+    report = permute_inputs.run(graph, context({"down.weight": "order.down"}))
+    assert report.changed == 1
+    assert ops(graph).count("take_columns") == 1
+    assert graph.recipes["both.weight"] == Source("both.weight")

@@ -33,6 +33,7 @@ from pelton.ir.recipe import (
     Source,
     Sum,
     TakeColumns,
+    TakeRows,
     Transpose,
     is_power_of_two,
 )
@@ -68,6 +69,9 @@ def evaluate(recipe: Recipe, read: Callable[[str], HostTensor]) -> HostTensor:
         case PermuteRows(base, heads, inner):
             tensor = evaluate(base, read)
             return HostTensor(tensor.quant, tensor.shape, permute_rows(tensor.data, heads, inner))
+        case TakeRows(base, order):
+            tensor = evaluate(base, read)
+            return HostTensor(tensor.quant, tensor.shape, tensor.data[evaluate(order, read).data])
         case TakeColumns(base, order):
             tensor, columns = _loose(evaluate(base, read)), evaluate(order, read).data
             return HostTensor(tensor.quant, tensor.shape, tensor.data[:, columns])
@@ -144,7 +148,7 @@ def infer_shape(recipe: Recipe, infos: Mapping[str, TensorLike]) -> tuple[int, .
             return (stop - start, *infer_shape(base, infos)[1:])
         case PermuteRows(base) | AddScalar(base) | Scale(base) | ScaleColumns(base):
             return infer_shape(base, infos)
-        case TakeColumns(base) | PutColumns(base):
+        case TakeColumns(base) | PutColumns(base) | TakeRows(base):
             return infer_shape(base, infos)
         case PadRows(base, rows):
             return (rows, *infer_shape(base, infos)[1:])
@@ -170,7 +174,7 @@ def infer_quant(recipe: Recipe, infos: Mapping[str, TensorLike]) -> str:
             return infos[name].quant
         case Concat(parts):
             return _common({infer_quant(part, infos) for part in parts})
-        case Rows(base) | PadRows(base) | PermuteRows(base):
+        case Rows(base) | PadRows(base) | PermuteRows(base) | TakeRows(base):
             return infer_quant(base, infos)
         case TakeColumns(base) | PutColumns(base):
             quant = infer_quant(base, infos)

@@ -76,6 +76,10 @@ class Rows(Recipe):
     start: int
     stop: int
 
+    def over(self, *bases: Recipe) -> Recipe:
+        (base,) = bases
+        return rows(base, self.start, self.stop)
+
 
 @dataclass(frozen=True)
 class PadRows(Recipe):
@@ -107,6 +111,14 @@ class PermuteRows(Recipe):
     heads: int
     inner: int
     """Number of rows each head's inner axis has in ``base`` (the faster one)."""
+
+
+@dataclass(frozen=True)
+class TakeRows(Recipe):
+    """Row i of the result is row ``order[i]`` of ``base``, of any value type; ``order``: int32."""
+
+    base: Recipe
+    order: Recipe
 
 
 @dataclass(frozen=True)

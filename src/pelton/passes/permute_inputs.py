@@ -3,7 +3,8 @@
 GPTQ's act-order shares scales between columns that are no neighbours. Such a weight is stored with the
 columns of each group together and put back in order when it is read (``PutColumns``), which dequantises it.
 Here the columns stay, and the product's input takes their order, once for products that share both (q, k
-and v; gate and up): ``linear(x, put(S, o)) = linear(take_columns(x, o), S)``.
+and v; gate and up): ``linear(x, put(S, o)) = linear(take_columns(x, o), S)``. What an activation gives takes
+it by the rows of the products before it (down after gate and up), which costs nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pelton.kernels.tactic import TensorSpec
 from pelton.passes.base import Pass, PassContext, PassReport
 from pelton.passes.folding import name_of
 from pelton.passes.pattern import is_weight
+from pelton.passes.producers import reorder_rows
 
 NAME = "permute_inputs"
 
@@ -58,9 +60,10 @@ def run(graph: Graph, context: PassContext) -> PassReport:
         x = node.args[0]
         assert isinstance(x, fx.Node)
         key = x, next(iter(read.values()))
-        if key not in taken:
-            taken[key] = _take(graph, node, x, weight, first)
-        node.replace_input_with(x, taken[key])
+        if key in taken or not reorder_rows(graph, x, first):
+            if key not in taken:
+                taken[key] = _take(graph, node, x, weight, first)
+            node.replace_input_with(x, taken[key])
         graph.recipes[name] = graph.recipes[name].resolve(partial(_as_stored, orders))
         changed += 1
     return PassReport(
