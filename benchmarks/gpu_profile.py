@@ -11,7 +11,7 @@ from gpu_steps import Driver
 from pelton.engine.batch import InputBatch
 from pelton.engine.cost import Cost, StepShape, step_costs
 from pelton.engine.plan import Instruction
-from pelton.engine.profile_trace import tactic_of
+from pelton.engine.profile_trace import tactics_of
 
 #: What an H200 was measured to do in a second: bytes moved, operations of bfloat16 products.
 BYTES, OPERATIONS = 4.3e12, 790e12
@@ -71,9 +71,8 @@ def profile(driver: Driver, batch: InputBatch) -> list[Span]:
     plan = driver.session.engine.plan
     timed = runner.profile(batch)
     groups: dict[tuple[str, str], list[tuple[float, Cost]]] = {}
-    for (instruction, ms), cost in zip(timed, step_costs(plan, shape), strict=True):
-        by_rows = any(plan.operands[o].shape[0] == "N" for o in instruction.outputs)
-        tactic = tactic_of(instruction, shape.logits if by_rows else sum(shape.new))
+    tactics = tactics_of(plan, sum(shape.new), shape.logits)
+    for (instruction, ms), tactic, cost in zip(timed, tactics, step_costs(plan, shape), strict=True):
         groups.setdefault((kind(instruction), tactic), []).append((ms, cost))
     total = sum(ms for _, ms in timed)
     spans = [

@@ -55,6 +55,9 @@ def test_a_profile_times_each_instruction_by_the_gpu_s_clock(
         assert [row["name"] for row in phase["instructions"]] == [i.name for i in plan.instructions]
         assert all(row["tactic"].startswith("cuda.") for row in phase["instructions"])
         assert sum(row["share"] for row in phase["ops"]) == pytest.approx(1)
+        # Of 60 tokens three want logits: the last product is one of few rows.
+        (head,) = (row["tactic"] for row in phase["instructions"] if "lm_head" in row["name"])
+        assert head.endswith("16"), head
     instructions = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("tid") == 2]
     assert sum(e["name"] != "host" and e["ph"] == "X" for e in instructions) == 3 * len(plan.instructions)
     text = pelton("profile", engine, "--steps", 1).out

@@ -118,6 +118,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Python module of each op from outside Pelton: the reference runner needs it."""
 
 
+def row_dim(plan: Plan, instruction: Instruction) -> str:
+    """The dimension that a GPU's buckets of an instruction are about: its result's first, or tokens."""
+    for index in instruction.outputs:
+        dim = plan.operands[index].shape[0]
+        if isinstance(dim, str):
+            return dim
+    return "T"
+
+
 def producers(plan: Plan) -> dict[int, int]:
     """The instruction that makes what is in each arena buffer, both by index."""
     return {

@@ -52,6 +52,8 @@ class PhaseProfile:
     steps: int
     tokens: int
     """Tokens computed: of the whole prompts, or of one decode step."""
+    logits: int
+    """Rows of logits of the last step."""
     plain: float
     wall: float
     seconds: npt.NDArray[np.float64]
@@ -113,6 +115,7 @@ def phases(steps: Sequence[StepProfile]) -> list[PhaseProfile]:
                 phase=phase,
                 steps=len(own),
                 tokens=sum(sum(s.shape.new) for s in counted),
+                logits=counted[-1].shape.logits,
                 plain=float(plain),
                 wall=float(wall),
                 seconds=np.array(seconds),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pelton.engine.layers import instruction_layers
-from pelton.engine.plan import Instruction, Plan
+from pelton.engine.plan import Instruction, Plan, row_dim
 from pelton.engine.profile import StepProfile
 
 _STEPS, _INSTRUCTIONS = 1, 2
@@ -28,16 +28,17 @@ def chrome_trace(plan: Plan, steps: Sequence[StepProfile], title: str) -> dict[s
     begin = 0.0
     for number, step in enumerate(steps):
         tokens = sum(step.shape.new)
+        tactics = tactics_of(plan, tokens, step.shape.logits)
         what = f"{step.phase}, {tokens} tokens of {len(step.shape.new)} sequences"
         args: dict[str, Any] = {"step": number, "tokens": tokens, "without_profiling_ms": step.plain * 1e3}
         events.append(_event(what, step.phase, _STEPS, begin, step.wall, args))
         at = begin
-        for instruction, layer, seconds, cost in zip(
-            plan.instructions, layers, step.seconds, step.costs, strict=True
+        for instruction, tactic, layer, seconds, cost in zip(
+            plan.instructions, tactics, layers, step.seconds, step.costs, strict=True
         ):
             args = {
                 "op": instruction.op,
-                "tactic": tactic_of(instruction, tokens),
+                "tactic": tactic,
                 "layer": layer,
                 "weight_bytes": cost.weights,
                 "kv_bytes": cost.kv,
@@ -50,6 +51,16 @@ def chrome_trace(plan: Plan, steps: Sequence[StepProfile], title: str) -> dict[s
             events.append(_event("host", "host", _INSTRUCTIONS, at, begin + step.wall - at, {}))
         begin = max(begin + step.wall, at)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def tactics_of(plan: Plan, tokens: int, logits: int) -> list[str]:
+    """The tactic of each instruction in a step of ``tokens`` tokens and ``logits`` rows of logits."""
+    found = []
+    for instruction in plan.instructions:
+        on_gpu = any(choice.tactic.startswith("cuda.") for choice in instruction.tactics)
+        by_logits = on_gpu and row_dim(plan, instruction) == "N"
+        found.append(tactic_of(instruction, logits if by_logits else tokens))
+    return found
 
 
 def tactic_of(instruction: Instruction, tokens: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
-from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice
+from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice, row_dim
 from pelton.errors import EngineError
 from pelton.kernels.gpu.cublaslt import CublasLt
 from pelton.kernels.gpu.driver import (
@@ -116,15 +116,7 @@ class Launcher:
             self._bound.append(
                 [self._choice(instruction, c, by_tactic[c.tactic]) for c in instruction.tactics]
             )
-        self._rows = [self._row_dim(i) for i in plan.instructions]
-
-    def _row_dim(self, instruction: Instruction) -> str:
-        """The dimension that an instruction's buckets are about: its result's first, or tokens."""
-        for index in instruction.outputs:
-            dim = self._plan.operands[index].shape[0]
-            if isinstance(dim, str):
-                return dim
-        return "T"
+        self._rows = [row_dim(plan, i) for i in plan.instructions]
 
     def _choice(
         self, instruction: Instruction, choice: TacticChoice, variants: Variants

@@ -173,10 +173,10 @@ def _record(engine: Engine, found: list[PhaseProfile], ceilings: _Ceilings) -> d
 def _phase(plan: Plan, phase: PhaseProfile, ceilings: _Ceilings) -> dict[str, Any]:
     from pelton.engine.cost import runs_int8
     from pelton.engine.layers import instruction_layers
-    from pelton.engine.profile_trace import tactic_of
+    from pelton.engine.profile_trace import tactics_of
 
     tokens = min(phase.tokens, plan.dims["T"])
-    tactics = [tactic_of(i, tokens) for i in plan.instructions]
+    tactics = tactics_of(plan, tokens, phase.logits)
     int8 = [runs_int8(plan, i, tactic) for i, tactic in zip(plan.instructions, tactics, strict=True)]
     total = float(phase.seconds.sum())
     ops: dict[tuple[str, str], list[int]] = {}
