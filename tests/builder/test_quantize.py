@@ -268,3 +268,19 @@ def test_calibration_text(tmp_path: Path) -> None:
         calibration_sequences(Calibration(text=str(path), length=40), base, model)
     with pytest.raises(ConfigError, match=r"calibration text .* cannot be read"):
         calibration_sequences(Calibration(text=str(tmp_path / "none.txt")), base, model)
+
+
+def test_a_model_without_a_file_is_refused(tmp_path: Path) -> None:
+    base = text_checkpoint()
+    base.config["architectures"] = ["OPTForCausalLM"]
+    with pytest.raises(CheckpointError, match=r"OPTForCausalLM has no file of its own .*LlamaForCausalLM"):
+        round_in_stream(base, short("int4"))
+
+
+def test_sizes_are_those_of_the_blocks(tmp_path: Path) -> None:
+    view, report = quantize(text_checkpoint(), short("awq-int4"), tmp_path / "p")
+    kinds = {info.quant for info in view.changed.values()}
+    assert kinds == {"int4_g32", "float32"}
+    for name, info in view.changed.items():
+        assert info.nbytes == view.read(name).nbytes
+    assert report.weights == sum(i.nbytes for i in view.changed.values() if i.quant == "int4_g32")

@@ -36,13 +36,14 @@ from pelton.builder.quantized_view import (
     plain_values,
     plain_weight,
     targets,
+    tensor_info,
 )
 from pelton.errors import BuildError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.tensors import HostTensor
-from pelton.models.checkpoint import Checkpoint, TensorInfo, assert_finite
+from pelton.models.checkpoint import Checkpoint, assert_finite
 from pelton.quant import awq, smoothquant
 from pelton.quant.config import QuantConfig, describe, is_integer_group
 from pelton.quant.gptq import gptq
@@ -75,7 +76,7 @@ def quantize(
     view = QuantizedCheckpoint(
         checkpoint,
         config,
-        {n: TensorInfo(name=n, shape=s, quant=q, nbytes=0) for n, (_, q, s) in where.items()},
+        {n: tensor_info(n, q, s) for n, (_, q, s) in where.items()},
         lambda name: state.read(where[name][0], name),
         transposed=[p.tensor for p in work.places.values() if p.transposed and p.tensor in blocks],
         activations=state.activations(range(count)),

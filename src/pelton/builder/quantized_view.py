@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 from pelton import nn
 from pelton.builder.calibration import decoder_layers
-from pelton.dtypes import is_dense
+from pelton.dtypes import BLOCK_TYPES, ITEMSIZE, is_dense
 from pelton.errors import CheckpointError, ConfigError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import dequantize
@@ -22,7 +23,7 @@ from pelton.ir.kv_quant import KVQuant
 from pelton.ir.recipe import AddScalar, Recipe, Source, Transpose, transpose
 from pelton.ir.tensors import HostTensor, ValuesNotRead
 from pelton.models.checkpoint import Checkpoint, TensorInfo, assert_finite
-from pelton.models.registry import create_model
+from pelton.models.registry import ARCHITECTURES, architecture_of, create_model, is_known
 from pelton.quant.config import NONE, QuantConfig, describe, smaller_group
 from pelton.quant.nf4 import nf4_double
 from pelton.quant.qserve import progressive_tensor
@@ -77,6 +78,12 @@ def places(model: nn.CausalLM) -> dict[str, Place]:
 
 def draft(checkpoint: Checkpoint, max_seq_len: int = 2) -> nn.CausalLM:
     """The checkpoint's model on the meta device. Raises ``CheckpointError`` where it has no file here."""
+    name = architecture_of(checkpoint.config)
+    if not is_known(name):
+        raise CheckpointError(
+            f"{name} has no file of its own in Pelton, so {checkpoint.name} cannot be quantised (those that "
+            f"have: {', '.join(sorted(ARCHITECTURES))})"
+        )
     return create_model(checkpoint.config, max_seq_len=max_seq_len, impl="pelton")
 
 
@@ -136,6 +143,15 @@ class QuantizedCheckpoint(Checkpoint):
         digest = hashlib.blake2b(self.base.fingerprint().encode(), digest_size=16)
         digest.update(msgspec.json.encode(self.quant_config, order="sorted"))
         return digest.hexdigest()
+
+
+def tensor_info(name: str, quant: str, shape: tuple[int, ...]) -> TensorInfo:
+    """Of a tensor as a quantised checkpoint holds it."""
+    if is_dense(quant):
+        nbytes = ITEMSIZE[quant] * math.prod(shape)
+    else:
+        nbytes = shape[0] * BLOCK_TYPES[quant].row_bytes(shape[1])
+    return TensorInfo(name=name, shape=shape, quant=quant, nbytes=nbytes)
 
 
 @dataclass(frozen=True)
@@ -243,10 +259,7 @@ def _view(base: Checkpoint, config: QuantConfig, read: Callable[[Target], HostTe
     return QuantizedCheckpoint(
         base,
         config,
-        {
-            name: TensorInfo(name=name, shape=t.shape, quant=t.quant, nbytes=0)
-            for name, t in by_tensor.items()
-        },
+        {name: tensor_info(name, t.quant, t.shape) for name, t in by_tensor.items()},
         lambda name: read(by_tensor[name]),
         transposed=[name for name, t in by_tensor.items() if t.place.transposed],
         activations=dict.fromkeys(by_tensor, config.activations) if config.activations else None,

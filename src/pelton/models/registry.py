@@ -64,10 +64,11 @@ def architecture_of(hf_config: Mapping[str, Any]) -> str:
     names = hf_config.get("architectures") or []
     if not names:
         raise CheckpointError("config.json has no 'architectures': it does not say which model this is")
-    return next((str(name) for name in names if _is_known(name)), str(names[0]))
+    return next((str(name) for name in names if is_known(name)), str(names[0]))
 
 
-def _is_known(name: str) -> bool:
+def is_known(name: str) -> bool:
+    """Whether Pelton, or a package that is installed, has the architecture's model."""
     if name not in ARCHITECTURES:
         plugins.load("pelton.models", name)
     return name in ARCHITECTURES
@@ -82,7 +83,7 @@ def create_model(hf_config: Mapping[str, Any], *, max_seq_len: int, impl: str = 
     ``CheckpointError`` on an unknown architecture and on an option that the model does not implement.
     """
     name = architecture_of(hf_config)
-    own = _is_known(name)
+    own = is_known(name)
     model: nn.CausalLM
     if impl == "transformers" or (impl == "auto" and not own):
         model = import_model(hf_config, max_seq_len=max_seq_len)
