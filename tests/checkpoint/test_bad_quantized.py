@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pelton.errors import CheckpointError
 from pelton.models.checkpoint import assert_finite, check_tensors, open_checkpoint
@@ -235,3 +237,68 @@ def test_kv_scales_of_some_layers_only(tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path / "m", config, fp8("scalar"), others=others)
     with pytest.raises(CheckpointError, match="has no k scale of layer 0's KV cache, and of other layers"):
         open_checkpoint(tmp_path / "m")
+
+
+FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
+    "gptq": (GPTQ, gptq),
+    "awq": (AWQ, awq),
+    "gemv": ({**AWQ, "version": "gemv"}, lambda w, name: packers.awq(w, group=32, version="gemv")),
+    "gemv_fast": (
+        {**AWQ, "version": "gemv_fast"},
+        lambda w, name: packers.awq(w, group=32, version="gemv_fast"),
+    ),
+    "packed": (PACKED, ct_integers(4, 32, sym=True)),
+    "blocks": (BLOCKS, fp8("block", "weight_scale_inv")),
+    "bitsandbytes": (BNB, bnb("nf4", 64, nested=True)),
+}
+
+
+def damage(tensors: dict[str, torch.Tensor], rng: np.random.Generator) -> str:
+    """Spoil one tensor of a quantised layer; says how."""
+    names = sorted(name for name in tensors if "_proj" in name)
+    name = names[rng.integers(len(names))]
+    tensor = tensors.pop(name)
+    kind = rng.integers(7)
+    if kind == 0:
+        return f"{name} dropped"
+    if kind == 1:
+        tensors[name + "x"] = tensor
+    elif kind == 2:
+        tensors[name] = tensor[: max(1, len(tensor) // 2)].contiguous() if tensor.dim() else tensor[None]
+    elif kind == 3:
+        tensors[name] = tensor.reshape(-1)
+    elif kind == 4:
+        tensors[name] = torch.zeros(tensor.shape, dtype=[torch.int32, torch.float32][rng.integers(2)])
+    elif kind == 5:
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8).clone()
+        raw[rng.integers(len(raw), size=20)] = torch.tensor(rng.integers(0, 256, 20), dtype=torch.uint8)
+        tensors[name] = raw.view(tensor.dtype).reshape(tensor.shape)
+    else:
+        tensors[name] = torch.cat([tensor, tensor]) if tensor.dim() else tensor.repeat(2)
+    return f"{name} spoilt, kind {kind}"
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_whatever_is_damaged_is_read_or_refused_in_a_sentence(case: str, tmp_path: Path) -> None:
+    config, pack = FORMATS[case]
+    model = quantized_checkpoint(tmp_path / "m", config, pack, **ONE_LAYER)
+    expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    file = tmp_path / "m" / "model.safetensors"
+    good = load_file(file)
+    rng = np.random.default_rng(0)
+    refused = []
+    for _ in range(40):
+        tensors = dict(good)
+        what = damage(tensors, rng)
+        save_file(tensors, file)
+        try:
+            checkpoint = open_checkpoint(tmp_path / "m")
+            check_tensors(expected, checkpoint)
+            for name in expected:
+                assert_finite(checkpoint.read(name), name)
+        except CheckpointError as error:
+            refused.append(str(error))
+        except Exception as error:
+            raise AssertionError(what) from error
+    assert len(refused) > 15
+    assert not any("\n" in sentence for sentence in refused)

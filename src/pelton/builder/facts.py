@@ -43,6 +43,7 @@ def quant_elements(checkpoint: Checkpoint) -> dict[str, int]:
 def unapplied_quantisation(checkpoint: Checkpoint, activations: str, kv_dtype: str) -> list[str]:
     """What the checkpoint says of inputs and caches and an engine does not do: sentences for the report."""
     notes: list[str] = []
+    here = "int8 per 32 columns" if activations == "int8" else activations
     inputs: dict[ActivationQuant, int] = {}
     for name in checkpoint.tensors:
         quant = checkpoint.activation_quant(name)
@@ -54,7 +55,7 @@ def unapplied_quantisation(checkpoint: Checkpoint, activations: str, kv_dtype: s
         scale = " with static scales" if quant.scale else ""
         notes.append(
             f"the checkpoint quantises the inputs of {count} products to {quant.dtype} {how}{scale}; "
-            f"here they are {activations}"
+            f"here they are {here}"
         )
     kv = checkpoint.kv_quant()
     if kv is not None and CACHE_DTYPE[kv.dtype] != kv_dtype:
