@@ -37,7 +37,7 @@ def cluster(largest: int, kv_heads: int) -> Cluster:
     blocks = 8
     while blocks > 1 and blocks * largest * kv_heads > _ENOUGH:
         blocks //= 2
-    return Cluster(blocks, 3)
+    return Cluster(blocks, 4 if largest <= 2 else 3)
 
 
 def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
@@ -54,7 +54,7 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
         b.input(index if weight else 0)  # where it is absent, not read
     b.output().number(float(call.attrs["eps"])).number(float(call.attrs["scale"])).number(softcap)
     tile = KEYS * dim * 2
-    shared = WARPS * how.stages * 2 * tile + 3 * tile + 4 * group * dim + 8 * ROWS * (1 + WARPS)
+    shared = WARPS * how.stages * 2 * tile + 3 * tile + 4 * group * dim + 8 * ROWS * (2 + WARPS)
     spec = b.launch(
         (Term(times=how.blocks),),
         (Term(times=kv_heads),),
@@ -81,7 +81,7 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
             "CLUSTER": how.blocks,
             "STAGES": how.stages,
         },
-        threads=32 * WARPS,
+        threads=32 * (WARPS + 1),
         shared=shared,
     )
     assert isinstance(spec.kernel, CudaSource)

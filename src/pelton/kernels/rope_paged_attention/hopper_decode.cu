@@ -4,9 +4,9 @@
 // A cluster of CLUSTER blocks has one KV head of one sequence. Its warps take tiles of 16 keys in turn, each warp
 // for itself: it copies them to its own part of shared memory, STAGES tiles ahead, and keeps its own online
 // softmax (Milakov & Gimelshein, 2018). The first copies begin before the kernel ahead of this one has ended: they
-// are of earlier steps. Then each block rotates the group's queries; the last one also the new key, which it
-// stores with its value and attends to as a tile of one. At the end warps join their parts in shared memory, and
-// blocks theirs through the cluster's distributed shared memory.
+// are of earlier steps. Then each block rotates the group's queries. A warp more in the last block rotates the new
+// key, stores it and its value, and attends to them as a tile of one. At the end warps join their parts in shared
+// memory, and blocks theirs through the cluster's distributed shared memory.
 //
 // Constants: KV_HEADS, GROUP (query heads of a KV head, up to 16), D (64, 128), TURN (half the dimensions that
 // rotate), PAGE (8 to 128, a power of two), COLUMNS of the block table, Q_ROW, K_ROW, V_ROW and Q_HEAD, K_HEAD,
@@ -16,7 +16,8 @@
 
 typedef unsigned short u16;
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, KEYS = 16, ROWS = 16;
+constexpr int WARPS = 4, THREADS = 32 * (WARPS + 1), KEYS = 16, ROWS = 16;
+constexpr int PAGES = PAGE < KEYS ? KEYS / PAGE : 1;  // that a tile's keys lie in
 constexpr int CHUNKS = D / 8;  // of 16 bytes, in a row
 constexpr u32 ROW_BYTES = 2 * D, TILE_BYTES = KEYS * ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
 constexpr int VALUES = GROUP * D, HEADS = KV_HEADS * GROUP;
@@ -26,8 +27,10 @@ constexpr float LOG2_E = 1.4426950408889634f;
 // Shared memory: the warps' tiles (later their parts), queries, the new key and value, the block's part.
 constexpr u32 Q_AT = WARPS * STAGES * STAGE_BYTES, NEW_AT = Q_AT + TILE_BYTES, PART_AT = NEW_AT + STAGE_BYTES;
 constexpr u32 BEST_AT = PART_AT + 4 * VALUES, TOTAL_AT = BEST_AT + 4 * ROWS;
-constexpr u32 WARP_BEST_AT = TOTAL_AT + 4 * ROWS, WARP_TOTAL_AT = WARP_BEST_AT + 4 * ROWS * WARPS;
-static_assert(4 * VALUES <= STAGES * STAGE_BYTES, "a warp's part fits where its tiles were");
+constexpr u32 WARP_BEST_AT = TOTAL_AT + 4 * ROWS, WARP_TOTAL_AT = WARP_BEST_AT + 4 * ROWS * (WARPS + 1);
+static_assert(4 * VALUES <= STAGE_BYTES, "a warp's part fits where its tiles were");
+// Where a warp's part is; the last one's tile is the new key's.
+DEVICE u32 part_at(int warp) { return warp < WARPS ? warp * (STAGES * STAGE_BYTES) : NEW_AT; }
 
 // ---- Elements ----
 
@@ -263,22 +266,35 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 
     const int cached = slot >= 0 ? n_keys - 1 : n_keys;
     const int first = WINDOW > 0 && n_keys > WINDOW ? n_keys - WINDOW : 0;
     const int tiles = (cached + KEYS - 1) / KEYS;
-    const bool newest = rank == CLUSTER - 1 && slot >= 0;
+    // The warp of the new key; all others copy tiles.
+    const bool has_newest = rank == CLUSTER - 1 && slot >= 0, copies = warp < WARPS;
     constexpr int TURNS = CLUSTER * WARPS;
     const int begin = first / KEYS + warp * CLUSTER + rank;
     const int* table = block_table + b * COLUMNS;
     const u32 ring = base + warp * (STAGES * STAGE_BYTES);
 
-    auto copy_tile = [&](int tile, int stage) {
+    struct Blocks {
+        int of[PAGES];
+    };
+    // The blocks of a tile, which may be one that there is not.
+    auto look_up = [&](int tile) {
+        Blocks blocks;
+#pragma unroll
+        for (int i = 0; i < PAGES; ++i) blocks.of[i] = table[min(tile * KEYS / PAGE + i, COLUMNS - 1)];
+        return blocks;
+    };
+    auto copy_tile = [&](int tile, int stage, const Blocks& blocks) {
         if (tile < tiles) {
-            const int block = PAGE % KEYS ? 0 : table[tile * KEYS / PAGE];
 #pragma unroll
             for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
                 const int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
                 // Beyond the end the last key again: what is past it may be anything, NaN too.
                 const int key = min(tile * KEYS + row, cached - 1);
-                const long long in = PAGE % KEYS ? table[key / PAGE] : block;
-                const long long at = ((in * KV_HEADS + kv_head) * PAGE + key % PAGE) * D + 8 * chunk;
+                long long block = blocks.of[0];
+#pragma unroll
+                for (int page = 1; page < PAGES; ++page)
+                    if (key / PAGE == tile * PAGES + page) block = blocks.of[page];
+                const long long at = ((block * KV_HEADS + kv_head) * PAGE + key % PAGE) * D + 8 * chunk;
                 const u32 target = ring + stage * STAGE_BYTES + place(row, chunk);
                 copy_chunk(target, k_cache + at);
                 copy_chunk(target + TILE_BYTES, v_cache + at);
@@ -286,33 +302,40 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 
         }
         copies_commit();  // none, too: groups are counted
     };
+    // Looked up ahead of the copies, and those of the loop a turn ahead, so that copies wait for nothing.
+    Blocks ahead[STAGES + 1] = {};
+    if (copies) {
 #pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) copy_tile(begin + stage * TURNS, stage);
+        for (int stage = 0; stage <= STAGES; ++stage) ahead[stage] = look_up(begin + stage * TURNS);
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage) copy_tile(begin + stage * TURNS, stage, ahead[stage]);
+    }
     // Rows that no head has, and the keys that are not new, are zeros.
-    for (u32 at = 16 * threadIdx.x; at < TILE_BYTES + (newest ? STAGE_BYTES : 0); at += 16 * THREADS)
+    for (u32 at = 16 * threadIdx.x; at < TILE_BYTES + (has_newest ? STAGE_BYTES : 0); at += 16 * THREADS)
         *reinterpret_cast<int4*>(memory + Q_AT + at) = make_int4(0, 0, 0, 0);
     __syncthreads();
 
     wait_for_previous();
     const float* turn = cos_sin + b * (2 * TURN);
-    for (int head = warp; head < GROUP + newest; head += WARPS) {
-        u16 x[D / 32];
-        if (head < GROUP) {
-            rotate<NORM_Q>(x, q + b * Q_ROW + (kv_head * GROUP + head) * Q_HEAD, q_weight, turn, eps);
+    u16 x[D / 32];
+    for (int head = warp; copies && head < GROUP; head += WARPS) {
+        rotate<NORM_Q>(x, q + b * Q_ROW + (kv_head * GROUP + head) * Q_HEAD, q_weight, turn, eps);
 #pragma unroll
-            for (int i = 0; i < D / 32; ++i) *element(memory + Q_AT, head, lane + 32 * i) = x[i];
-        } else {
-            const long long at = (((long long)(slot / PAGE) * KV_HEADS + kv_head) * PAGE + slot % PAGE) * D;
-            rotate<NORM_K>(x, k + b * K_ROW + kv_head * K_HEAD, k_weight, turn, eps);
+        for (int i = 0; i < D / 32; ++i) *element(memory + Q_AT, head, lane + 32 * i) = x[i];
+    }
+    if (!copies && has_newest) {
+        const long long at = (((long long)(slot / PAGE) * KV_HEADS + kv_head) * PAGE + slot % PAGE) * D;
+        u16 value[D / 32];
 #pragma unroll
-            for (int i = 0; i < D / 32; ++i) {
-                const int d = lane + 32 * i;
-                const u16 value = v[b * V_ROW + kv_head * V_HEAD + d];
-                k_cache[at + d] = x[i];
-                v_cache[at + d] = value;
-                *element(memory + NEW_AT, 0, d) = x[i];
-                *element(memory + NEW_AT + TILE_BYTES, 0, d) = value;
-            }
+        for (int i = 0; i < D / 32; ++i) value[i] = v[b * V_ROW + kv_head * V_HEAD + lane + 32 * i];
+        rotate<NORM_K>(x, k + b * K_ROW + kv_head * K_HEAD, k_weight, turn, eps);
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            const int d = lane + 32 * i;
+            k_cache[at + d] = x[i];
+            v_cache[at + d] = value[i];
+            *element(memory + NEW_AT, 0, d) = x[i];
+            *element(memory + NEW_AT + TILE_BYTES, 0, d) = value[i];
         }
     }
     __syncthreads();
@@ -322,35 +345,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 
         load_matrices(queries[i], base + Q_AT + place(lane % 16, 2 * i + lane / 16));
 
     Part part;
-    if (newest && warp == WARPS - 1) part.attend(queries, base + NEW_AT, 0, 1, scale, softcap);
-    int stage = 0;
-    for (int tile = begin; tile < tiles; tile += TURNS) {
-        copies_wait<STAGES - 1>();
-        __syncwarp();
-        part.attend(queries, ring + stage * STAGE_BYTES, first - tile * KEYS, cached - tile * KEYS, scale, softcap);
-        __syncwarp();
-        copy_tile(tile + STAGES * TURNS, stage);
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    if (copies) {
+        int stage = 0;
+        Blocks next = ahead[STAGES];
+        for (int tile = begin; tile < tiles; tile += TURNS) {
+            const Blocks blocks = next;
+            next = look_up(tile + (STAGES + 1) * TURNS);
+            copies_wait<STAGES - 1>();
+            __syncwarp();
+            part.attend(queries, ring + stage * STAGE_BYTES, first - tile * KEYS, cached - tile * KEYS, scale, softcap);
+            __syncwarp();
+            copy_tile(tile + STAGES * TURNS, stage, blocks);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+        copies_wait<0>();
+    } else if (has_newest) {
+        part.attend(queries, base + NEW_AT, 0, 1, scale, softcap);
     }
-    copies_wait<0>();
     __syncwarp();
 
     float* bests = reinterpret_cast<float*>(memory + WARP_BEST_AT);
     float* totals = reinterpret_cast<float*>(memory + WARP_TOTAL_AT);
-    part.store(reinterpret_cast<float*>(memory + warp * (STAGES * STAGE_BYTES)), bests + ROWS * warp, totals + ROWS * warp);
+    if (copies || has_newest)
+        part.store(reinterpret_cast<float*>(memory + part_at(warp)), bests + ROWS * warp, totals + ROWS * warp);
     __syncthreads();
+    const int parts = WARPS + has_newest;
     u16* to = out + (b * HEADS + kv_head * GROUP) * D;
     for (int i = threadIdx.x; i < VALUES; i += THREADS) {
         const int head = i / D;
         float best = NEGATIVE_INFINITY, total = 0.0f, value = 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) best = fmaxf(best, bests[ROWS * w + head]);
+        for (int w = 0; w < parts; ++w) best = fmaxf(best, bests[ROWS * w + head]);
         const float shift = best == NEGATIVE_INFINITY ? 0.0f : best;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
+        for (int w = 0; w < parts; ++w) {
             const float share = exp2_fast(bests[ROWS * w + head] - shift);
             total += share * totals[ROWS * w + head];
-            value += share * reinterpret_cast<const float*>(memory + w * (STAGES * STAGE_BYTES))[i];
+            value += share * reinterpret_cast<const float*>(memory + part_at(w))[i];
         }
         if (CLUSTER == 1) {
             to[i] = to_element(total > 0.0f ? value / total : 0.0f);
