@@ -95,8 +95,14 @@ def decode(
     head = kv_head * GROUP + row
     valid = row < GROUP
     turn = cos_sin + b * (2 * HALF)
-    kind = q.dtype.element_ty
-    queries = rotated(q + b * Q_ROW + head * Q_HEAD, valid, q_weight, turn, eps, D, HALF, BLOCK_D).to(kind)
+    element = q.dtype.element_ty
+    # What products are of: codes of fp8 become float16 in half an instruction each, bfloat16 in several.
+    narrow: tl.constexpr = element == tl.bfloat16 and k_cache.dtype.element_ty == tl.float8e4nv
+    kind: tl.constexpr = tl.float16 if narrow else element
+    queries = rotated(q + b * Q_ROW + head * Q_HEAD, valid, q_weight, turn, eps, D, HALF, BLOCK_D).to(element)
+    if narrow:
+        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0)
+    queries = queries.to(kind)
     key_scale = None if k_scale is None else tl.load(k_scale + kv_head)
     value_scale = None if v_scale is None else tl.load(v_scale + kv_head)
     if k_scale is not None:
@@ -108,7 +114,7 @@ def decode(
         one = kv_head + tl.arange(0, 1)
         place = ((slot // PAGE * KV_HEADS + one) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
         key = rotated(k + b * K_ROW + one * K_HEAD, one >= 0, k_weight, turn, eps, D, HALF, BLOCK_D)
-        key = encode(key.to(kind), key_scale, k_cache.dtype.element_ty)
+        key = encode(key.to(element), key_scale, k_cache.dtype.element_ty)
         value = v + b * V_ROW + (one * V_HEAD)[:, None] + d[None, :]
         value = tl.load(value, mask=in_head[None, :], other=0.0)
         value = encode(value, value_scale, v_cache.dtype.element_ty)
