@@ -4,9 +4,10 @@
 // A cluster of CLUSTER blocks has one KV head of one sequence. Its warps take tiles of 16 keys in turn, each warp
 // for itself: it copies them to its own part of shared memory, STAGES tiles ahead, and keeps its own online
 // softmax (Milakov & Gimelshein, 2018). The first copies begin before the kernel ahead of this one has ended: they
-// are of earlier steps. Then each block rotates the group's queries. A warp more in the last block rotates the new
-// key, stores it and its value, and attends to them as a tile of one. At the end warps join their parts in shared
-// memory, and blocks theirs through the cluster's distributed shared memory.
+// are of earlier steps, and the step's tables were there before its first kernel. Then each block rotates the
+// group's queries. A warp more in the last block rotates the new key, stores it and its value, and attends to them
+// as a tile of one. At the end warps join their parts in shared memory, and blocks theirs through the cluster's
+// distributed shared memory.
 //
 // Constants: KV_HEADS, GROUP (query heads of a KV head, up to 16), D (64, 128), TURN (half the dimensions that
 // rotate), PAGE (8 to 128, a power of two), COLUMNS of the block table, Q_ROW, K_ROW, V_ROW and Q_HEAD, K_HEAD,
