@@ -137,10 +137,9 @@ def prefill_variants() -> Iterator[Variant]:
         pairs = sum(new * keys - new * (new - 1) // 2 for new, keys in lens)
         bytes_read = sum(keys for _, keys in lens) * KV_HEADS * DIM * 4
         floor = 1e6 * max(4 * pairs * HEADS * DIM / 790e12, bytes_read / BANDWIDTH)
-        for turns, overlap, whole in itertools.product((True, False), repeat=3):
-            launch = hopper.attention(call, tokens, take_turns=turns, overlap=overlap, whole=whole)
-            options = {"turns": turns, "overlap": overlap, "whole": whole}
-            yield Variant(name, tokens, options, (launch,), dims, floor)
+        for stages in (2, 3):
+            launch = hopper.attention(call, tokens, stages=stages)
+            yield Variant(name, tokens, {"stages": stages}, (launch,), dims, floor)
         for rows, keys, stages, warps in itertools.product((64, 128, 256), (32, 64, 128), (2, 3, 4), (4, 8)):
             if rows * keys > 128 * 128:
                 continue

@@ -7,8 +7,8 @@ from pelton.kernels.paged_attention.cuda import decode_launches
 from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
 
 FILE = "paged_attention/hopper_attention.cu"
-#: Rows of scores and keys of a tile, bytes of a swizzled row, tiles of K and of V in shared memory.
-ROWS, KEYS, ROW_BYTES, STAGES = 128, 128, 128, 2
+#: Rows of scores and keys of a tile, bytes of a swizzled row.
+ROWS, KEYS, ROW_BYTES = 128, 128, 128
 #: Persistent blocks: one on each multiprocessor of an H100 or H200.
 BLOCKS = 132
 #: Rows of a cache in its map: as many as coordinates reach. The block table is trusted, as everywhere.
@@ -31,15 +31,8 @@ def _supports(node: NodeSpec) -> bool:
     )
 
 
-def attention(
-    call: CallSpec, tokens: int, *, take_turns: bool = True, overlap: bool = False, whole: bool = True
-) -> LaunchSpec:
-    """The launch for a step of at most ``tokens`` tokens.
-
-    ``take_turns``: whether the two computing warp groups start their products one after the other;
-    ``overlap``: whether a group's exponentials run under its own product with V; ``whole``: whether V is
-    copied a page at a time.
-    """
+def attention(call: CallSpec, tokens: int, *, stages: int = 3) -> LaunchSpec:
+    """The launch for a step of at most ``tokens`` tokens; ``stages``: tiles of K and V in shared memory."""
     q, k_cache, table = call.input(0), call.input(1), call.input(3)
     heads, dim = int(q.shape[1]), int(q.shape[2])
     kv_heads, page = int(k_cache.shape[1]), int(k_cache.shape[2])
@@ -51,19 +44,15 @@ def attention(
         strides=(2 * q.strides[1], 2 * q.strides[0]),
         box=(64, group, ROWS // group),
     )
-    cache_map = TensorMap(
-        dtype=q.dtype, shape=(dim, _CACHE_ROWS), strides=(2 * dim,), box=(64, min(page, KEYS))
+    k_map = TensorMap(dtype=q.dtype, shape=(dim, _CACHE_ROWS), strides=(2 * dim,), box=(64, min(page, KEYS)))
+    v_map = TensorMap(
+        dtype=q.dtype,
+        shape=(64, _CACHE_ROWS, dim // 64),
+        strides=(2 * dim, 128),
+        box=(64, min(page, KEYS), dim // 64),
     )
-    v_map = cache_map
-    if whole:
-        v_map = TensorMap(
-            dtype=q.dtype,
-            shape=(64, _CACHE_ROWS, dim // 64),
-            strides=(2 * dim, 128),
-            box=(64, min(page, KEYS), dim // 64),
-        )
     b = CudaBuilder(call, FILE, "attention")
-    b.tensor_map(0, q_map).tensor_map(1, cache_map).tensor_map(2, v_map)
+    b.tensor_map(0, q_map).tensor_map(1, k_map).tensor_map(2, v_map)
     b.input(3).input(4).input(5).output().counters()
     b.dim(table.shape[0]).number(float(call.attrs["scale"])).number(softcap)
     return b.launch(
@@ -77,13 +66,11 @@ def attention(
             "WINDOW": int(call.attrs["window"]),
             "SOFTCAP": int(softcap > 0),
             "HALF": int(q.dtype == "float16"),
-            "TURNS": int(take_turns),
-            "OVERLAP": int(overlap),
-            "WHOLE": int(whole),
+            "STAGES": stages,
         },
         threads=384,
         # Q, then K and V; barriers and the tile of work; up to the first multiple of 1024 bytes.
-        shared=(1 + 2 * STAGES) * dim // 64 * KEYS * ROW_BYTES + 256 + 1024,
+        shared=(1 + 2 * stages) * dim // 64 * KEYS * ROW_BYTES + 256 + 1024,
         suffix="a",
     )
 
@@ -105,12 +92,13 @@ TACTICS = [
         decode=decode_launches(1),
     ),
     Tactic(
-        # A row's keys are added in the same tiles and order whatever its tile of queries is.
+        # A row's keys are added in the same tiles and order whatever its tile of queries is. With windows
+        # equal bits have not been seen on a GPU yet.
         name="cuda.paged_attention.hopper.invariant",
         op="paged_attention",
         device="cuda",
-        supports=_supports,
-        priority=-1,  # not before equal bits have been seen on such a GPU
+        supports=lambda node: _supports(node) and not node.attrs["window"],
+        priority=1,
         precision="bfloat16",
         batch_invariant=True,
         sm=90,

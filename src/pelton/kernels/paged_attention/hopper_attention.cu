@@ -5,34 +5,33 @@
 // head and QUERIES tokens of one sequence; its 128 rows are those tokens times the GROUP query heads of the KV
 // head, so that all of them share K and V, and a sequence with one token costs one tile a KV head.
 //
-// Warp group 0 copies: its first warp loads Q, and K and V in tiles of 128 keys, page by page through tensor
-// maps, two tiles deep; its second finds the next tile of work meanwhile. Warp groups 1 and 2 compute 64 rows each. While the scores of a tile go through the
-// softmax, the product of the tile before with V runs; and the two groups take turns in starting products, so
-// that one's exponentials run under the other's products. Keys are taken from the last to the first: only the
-// tiles on the diagonal, at the end of the sequence and at the window's edge are masked.
+// Of warp group 0, one warp copies Q and K and one V, in tiles of 128 keys, page by page through tensor maps,
+// STAGES tiles ahead; one finds the next tile of work meanwhile. Warp groups 1 and 2 compute 64 rows each. The
+// product of a tile with V is started with the scores of the next, and the two groups take turns in starting
+// products, so that one's softmax runs under the other's products. Keys are taken from the last to the first:
+// only the tiles on the diagonal, at the end of the sequence and at the window's edge are masked.
 //
 // Tiles of the sequences are numbered without a table: sequence b starts at tile cu_seqlens[b] / QUERIES + b.
 //
 // Constants: HEADS, GROUP, D (64, 128), PAGE (8 to 128, a power of two), COLUMNS of the block table, WINDOW,
-// SOFTCAP, HALF (float16 instead of bfloat16); TURNS (whether the groups take turns), OVERLAP (whether the softmax
-// is kept under the product with V), WHOLE (whether V is copied a page at a time).
+// SOFTCAP, HALF (float16 instead of bfloat16), STAGES.
 #include "hopper.cuh"
 
 constexpr int KV_HEADS = HEADS / GROUP;
-constexpr int ROWS = 128, KEYS = 128, STAGES = 2;
+constexpr int ROWS = 128, KEYS = 128;
 constexpr int LEAD = 3;  // tiles of keys before the end of its work at which a block asks for more
 constexpr int QUERIES = ROWS / GROUP;
 constexpr int CHUNKS = D / 64;                  // 128-byte columns of a row
 constexpr int BOX = PAGE < KEYS ? PAGE : KEYS;  // keys of one copy
-constexpr int COPIES = KEYS / BOX * CHUNKS;     // copies of a tile, one a lane
+constexpr int BOXES = KEYS / BOX;
 constexpr u32 ROW_BYTES = 128, CHUNK_BYTES = KEYS * ROW_BYTES, TILE_BYTES = CHUNKS * CHUNK_BYTES;
-// V lies by page, chunk, key where one copy takes all chunks of a page; else as K does, by chunk and key.
-constexpr u32 V_CHUNK_BYTES = WHOLE ? BOX * ROW_BYTES : CHUNK_BYTES;
+// K lies by chunk and key, V by box, chunk, key: one copy takes all chunks of a box.
+constexpr u32 V_CHUNK_BYTES = BOX * ROW_BYTES;
 __device__ constexpr u32 v_place(int key) {
-    return WHOLE ? key / BOX * (CHUNKS * BOX * ROW_BYTES) + key % BOX * ROW_BYTES : key * ROW_BYTES;
+    return key / BOX * (CHUNKS * BOX * ROW_BYTES) + key % BOX * ROW_BYTES;
 }
 constexpr u32 Q_BYTES = QUERIES * GROUP * D * 2;
-static_assert(COPIES <= 32 && ROWS == KEYS, "a lane copies one box; Q is laid out like K");
+static_assert(BOXES * CHUNKS <= 32 && ROWS == KEYS, "a lane copies one box; Q is laid out like K");
 constexpr float LOG2_E = 1.4426950408889634f;
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -55,10 +54,10 @@ struct Work {
 constexpr u32 K_AT = TILE_BYTES, V_AT = K_AT + STAGES * TILE_BYTES, BARRIERS_AT = V_AT + STAGES * TILE_BYTES;
 enum Barrier {
     WORK_FULL, WORK_EMPTY, Q_FULL, Q_EMPTY, K_FULL, K_EMPTY = K_FULL + STAGES, V_FULL = K_EMPTY + STAGES,
-    V_EMPTY = V_FULL + STAGES, UNUSED = V_EMPTY + STAGES, N_BARRIERS
+    V_EMPTY = V_FULL + STAGES, N_BARRIERS = V_EMPTY + STAGES
 };
-constexpr u32 WORK_AT = BARRIERS_AT + 128;
-static_assert(N_BARRIERS * 8 <= 128, "room of the barriers");
+constexpr u32 WORK_AT = BARRIERS_AT + 192;
+static_assert(N_BARRIERS * 8 <= 192, "room of the barriers");
 
 struct Shared {
     u32 base;
@@ -71,21 +70,21 @@ struct Shared {
 struct Ring {
     u32 stage = 0, parity = 0;
     DEVICE void next() {
-        stage ^= 1;
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
         parity ^= stage == 0;
     }
 };
-static_assert(STAGES == 2, "the ring");
 
 // ---- The warp that finds work ----
 
-// The last sequence that starts at or before `tile`: 32 guesses at a time.
-DEVICE int sequence_of(int tile, const int* cu_seqlens, int sequences, int lane) {
-    int low = 0, n = sequences;
+// The last of 0 to n - 1 for which `holds`, which is true up to there: 32 guesses at a time.
+template <class Condition>
+DEVICE int last_where(int n, Condition holds) {
+    const int lane = threadIdx.x % 32;
+    int low = 0;
     while (n > 1) {
         const int step = (n + 31) / 32, guess = low + lane * step;
-        const bool before = lane * step < n && cu_seqlens[guess] / QUERIES + guess <= tile;
-        const int found = __popc(__ballot_sync(~0u, before)) - 1;
+        const int found = __popc(__ballot_sync(~0u, lane * step < n && holds(guess))) - 1;
         low += found * step;
         n = min(step, n - found * step);
     }
@@ -96,7 +95,11 @@ DEVICE void find_work(const Shared& shared, Work* next, const int* cu_seqlens, c
                       int sequences) {
     const int lane = threadIdx.x % 32;
     const int slots = cu_seqlens[sequences] / QUERIES + sequences;
-    const u32 total = slots * KV_HEADS;
+    // Sequences of one token, which stand first, wait for memory and the others for products: they are taken in
+    // turns. Of the others the last tiles see the most keys: they come first, so that none is left alone.
+    const int ones = last_where(sequences + 1, [&](int i) { return cu_seqlens[i] == i; });
+    const u32 total = slots * KV_HEADS, first = min((ones / QUERIES + ones) * KV_HEADS, total);
+    const u32 paired = min(first, total - first);
     u32 parity = 1;  // the first wait is over at once
     Work work;
     do {
@@ -112,7 +115,10 @@ DEVICE void find_work(const Shared& shared, Work* next, const int* cu_seqlens, c
                 work.tiles = -1;
                 break;
             }
-            const int slot = slots - 1 - index / KV_HEADS, b = sequence_of(slot, cu_seqlens, sequences, lane);
+            const bool one = index < 2 * paired ? index % 2 : first > paired;
+            index = index < 2 * paired ? index / 2 : index - paired;
+            const int slot = one ? index / KV_HEADS : slots - 1 - index / KV_HEADS;
+            const int b = last_where(sequences, [&](int i) { return cu_seqlens[i] / QUERIES + i <= slot; });
             work.kv_head = index % KV_HEADS;
             work.sequence = b;
             work.token = cu_seqlens[b];
@@ -133,44 +139,35 @@ DEVICE void find_work(const Shared& shared, Work* next, const int* cu_seqlens, c
     } while (work.tiles >= 0);
 }
 
-// ---- The copying warp ----
+// ---- The copying warps ----
 
-DEVICE void copy_tiles(const Shared& shared, const Work* next, Work* current, const TensorMap* q_map,
-                       const TensorMap* k_map, const TensorMap* v_map, const int* block_table) {
-    const int lane = threadIdx.x;
-    const int piece = lane / CHUNKS, chunk = lane % CHUNKS;
-    const u32 place = chunk * CHUNK_BYTES + piece * BOX * ROW_BYTES;
-    Ring k_ring, v_ring;
-    u32 parity = 0;
+// A row of a cache where `key` of the tile of work lies. Pages that no query sees are not read, nor is the table
+// there: a box outside of the cache is filled with zeros.
+DEVICE int row_of(const Work& work, const int* block_table, int key) {
+    if (key >= work.end_key() || key + BOX <= work.first_key()) return -BOX;
+    const int block = block_table[(long long)work.sequence * COLUMNS + key / PAGE];
+    return (block * KV_HEADS + work.kv_head) * PAGE + key % PAGE;
+}
 
-    auto begin = [&](int full, int empty, const Ring& ring) {
-        barrier_wait(shared.barrier(empty, ring.stage), ring.parity ^ 1);
-        if (lane == 0) barrier_expect(shared.barrier(full, ring.stage), TILE_BYTES);
-        __syncwarp();
-    };
-    auto copy_k = [&](int row) {
-        begin(K_FULL, K_EMPTY, k_ring);
-        const u32 barrier = shared.barrier(K_FULL, k_ring.stage);
-        if (lane < COPIES) copy_2d(shared.k(k_ring.stage) + place, k_map, barrier, chunk * 64, row);
-        k_ring.next();
-    };
-    auto copy_v = [&](int row) {
-        if (WHOLE) row = __shfl_sync(~0u, row, lane * CHUNKS);
-        begin(V_FULL, V_EMPTY, v_ring);
-        const u32 barrier = shared.barrier(V_FULL, v_ring.stage), target = shared.v(v_ring.stage);
-        if (WHOLE) {
-            if (lane < KEYS / BOX) copy_3d(target + v_place(lane * BOX), v_map, barrier, 0, row, 0);
-        } else {
-            if (lane < COPIES) copy_2d(target + place, v_map, barrier, chunk * 64, row);
-        }
-        v_ring.next();
-    };
+// Waits until a stage is free and announces a tile.
+DEVICE u32 begin_tile(const Shared& shared, int full, int empty, const Ring& ring) {
+    barrier_wait(shared.barrier(empty, ring.stage), ring.parity ^ 1);
+    const u32 barrier = shared.barrier(full, ring.stage);
+    if (threadIdx.x % 32 == 0) barrier_expect(barrier, TILE_BYTES);
+    __syncwarp();
+    return barrier;
+}
 
-    while (true) {
+DEVICE void copy_q_and_k(const Shared& shared, const Work* next, Work* current, const TensorMap* q_map,
+                         const TensorMap* k_map, const int* block_table) {
+    const int lane = threadIdx.x % 32, box = lane / CHUNKS, chunk = lane % CHUNKS;
+    const bool copies = lane < BOXES * CHUNKS;
+    const u32 place = chunk * CHUNK_BYTES + box * BOX * ROW_BYTES;
+    Ring ring;
+    for (u32 parity = 0;; parity ^= 1) {
         barrier_wait(shared.barrier(WORK_FULL), parity);
         const Work work = *next;
         barrier_wait(shared.barrier(Q_EMPTY), parity ^ 1);
-        parity ^= 1;
         __syncwarp();
         if (lane == 0) *current = work;
         if (work.tiles < 0) break;
@@ -182,35 +179,41 @@ DEVICE void copy_tiles(const Shared& shared, const Work* next, Work* current, co
                         work.token + work.first_query);
         }
         __syncwarp();
-
-        // This lane's rows of the caches in a tile. Pages that no query sees are not read, nor is the table
-        // there: a box outside of the cache is filled with zeros.
-        const int* table = block_table + (long long)work.sequence * COLUMNS;
-        const int end = work.end_key(), first_key = work.first_key();
-        auto row_of = [&](int tile) {
-            const int key = tile * KEYS + piece * BOX;
-            if (lane >= COPIES || key >= end || key + BOX <= first_key) return -BOX;
-            return (table[key / PAGE] * KV_HEADS + work.kv_head) * PAGE + key % PAGE;
-        };
         // The next work is looked for shortly before it is wanted: blocks shall take it when they are nearly done.
         const int ask = max(work.tiles - LEAD, 0);
-        auto asked = [&] {
-            if (lane == 0) barrier_arrive(shared.barrier(WORK_EMPTY));
-        };
-        // K runs one tile ahead of V, as the others want them.
-        int row = row_of(work.last), row_before = 0;
-        if (work.tiles == 0) asked();
-        for (int i = 0; i < work.tiles; ++i) {
-            if (i == ask) asked();
-            const int following = i + 1 < work.tiles ? row_of(work.last - i - 1) : 0;
-            copy_k(row);
-            if (i > 0) copy_v(row_before);
-            row_before = row;
+        int key = work.last * KEYS + box * BOX, row = copies ? row_of(work, block_table, key) : 0;
+        for (int i = 0; i < work.tiles || i == 0; ++i, key -= KEYS) {
+            if (i == ask && lane == 0) barrier_arrive(shared.barrier(WORK_EMPTY));
+            if (i == work.tiles) break;
+            const int following = copies && i + 1 < work.tiles ? row_of(work, block_table, key - KEYS) : 0;
+            const u32 barrier = begin_tile(shared, K_FULL, K_EMPTY, ring);
+            if (copies) copy_2d(shared.k(ring.stage) + place, k_map, barrier, chunk * 64, row);
+            ring.next();
             row = following;
         }
-        if (work.tiles > 0) copy_v(row_before);
     }
     if (lane == 0) barrier_arrive(shared.barrier(Q_FULL));
+}
+
+DEVICE void copy_v(const Shared& shared, const Work* next, const TensorMap* v_map, const int* block_table) {
+    const int lane = threadIdx.x % 32;
+    const bool copies = lane < BOXES;
+    Ring ring;
+    for (u32 parity = 0;; parity ^= 1) {
+        barrier_wait(shared.barrier(WORK_FULL), parity);
+        const Work work = *next;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared.barrier(WORK_EMPTY));
+        if (work.tiles < 0) break;
+        int key = work.last * KEYS + lane * BOX, row = copies ? row_of(work, block_table, key) : 0;
+        for (int i = 0; i < work.tiles; ++i, key -= KEYS) {
+            const int following = copies && i + 1 < work.tiles ? row_of(work, block_table, key - KEYS) : 0;
+            const u32 barrier = begin_tile(shared, V_FULL, V_EMPTY, ring);
+            if (copies) copy_3d(shared.v(ring.stage) + v_place(lane * BOX), v_map, barrier, 0, row, 0);
+            ring.next();
+            row = following;
+        }
+    }
 }
 
 // ---- The computing warp groups ----
@@ -253,8 +256,9 @@ DEVICE void softmax(float (&s)[64], Rows& rows, float (&alpha)[2], int key0, flo
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
         // A row that has seen no key yet has -inf, and -inf - -inf is NaN.
-        const float shift = MASKED && best == -INFINITE ? 0.0f : best * factor;
-        alpha[r] = exp2_fast(__fmaf_rn(rows.best[r], factor, -shift));
+        const float shift = MASKED && best == -INFINITE ? 0.0f : __fmul_rn(best, factor);
+        // Exactly 1 where the best is the same: a tile of which a row sees nothing must not change it.
+        alpha[r] = exp2_fast(__fsub_rn(__fmul_rn(rows.best[r], factor), shift));
         rows.best[r] = best;
         float sum = 0.0f;
 #pragma unroll
@@ -346,7 +350,7 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
     const u32 q = shared.base + group * 64 * ROW_BYTES;
     Ring k_ring, v_ring;
     u32 q_parity = 0;
-    if (TURNS && group == 1) named_arrive(1, 256);  // the first turn is group 0's
+    if (group == 1) named_arrive(1, 256);  // the first turn is group 0's
 
     auto release = [&](int empty, u32 stage = 0) {
         if (lane == 0) barrier_arrive(shared.barrier(empty, stage));
@@ -413,24 +417,20 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         // The scores of `tile` and the values of the one before it.
         auto step = [&](int tile, auto masked) {
             barrier_wait(shared.barrier(K_FULL, k_ring.stage), k_ring.parity);
-            if (TURNS && both) named_sync(1 + group, 256);
+            if (both) named_sync(1 + group, 256);
             pin(s);
             start_scores(s, q, shared.k(k_ring.stage));
             barrier_wait(shared.barrier(V_FULL, v_ring.stage), v_ring.parity);
             pin(o);
             pin(p);
             start_values(o, p, shared.v(v_ring.stage));
-            if (TURNS && both) named_arrive(2 - group, 256);
+            if (both) named_arrive(2 - group, 256);
             product_wait<1>();
             pin(s);
             release(K_EMPTY, k_ring.stage);
             k_ring.next();
             if (tile == first) release(Q_EMPTY);
             softmax<masked.value>(s, rows, alpha, tile * KEYS, scale, softcap);
-            if (OVERLAP) pin(s);
-            // The exponentials run under the product with V. The assembler would put them behind the wait for it,
-            // were there no access to memory in between that needs them all (sums are never negative).
-            if (OVERLAP && rows.sum[0] + rows.sum[1] < 0.0f) barrier_arrive(shared.barrier(UNUSED));
             product_wait<0>();
             pin(o);
             pin(p);
@@ -473,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         prefetch_map(&v_cache);
         // Eight warps compute, and each says when it is through with a tile.
         barrier_init(shared.barrier(WORK_FULL), 1);
-        barrier_init(shared.barrier(WORK_EMPTY), 1);
+        barrier_init(shared.barrier(WORK_EMPTY), 2);
         barrier_init(shared.barrier(Q_FULL), 1);
         barrier_init(shared.barrier(Q_EMPTY), 8);
         for (u32 i = 0; i < STAGES; ++i) {
@@ -489,8 +489,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x < 128) {
         registers_less<40>();
         if (threadIdx.x < 32) {
-            copy_tiles(shared, next, current, &q, &k_cache, &v_cache, block_table);
+            copy_q_and_k(shared, next, current, &q, &k_cache, block_table);
         } else if (threadIdx.x < 64) {
+            copy_v(shared, next, &v_cache, block_table);
+        } else if (threadIdx.x < 96) {
             find_work(shared, next, cu_seqlens, seq_lens, counter, sequences);
         }
     } else {

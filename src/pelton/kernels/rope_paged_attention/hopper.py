@@ -13,8 +13,10 @@ from pelton.kernels.tactic import NodeSpec, Tactic
 
 FILE = "rope_paged_attention/hopper_decode.cu"
 WARPS, KEYS, ROWS = 4, 16, 16
-#: What steps with prefills take.
-HOPPER = next(t for t in hopper.TACTICS if t.name == "cuda.paged_attention.hopper")
+_attentions = {tactic.name: tactic for tactic in hopper.TACTICS}
+#: What steps with prefills take, and every step of deterministic engines.
+HOPPER = _attentions["cuda.paged_attention.hopper"]
+INVARIANT = _attentions["cuda.paged_attention.hopper.invariant"]
 
 
 @dataclass(frozen=True)
@@ -109,24 +111,38 @@ def _decode(largest: int) -> Callable[[CallSpec, int], tuple[Work, ...]]:
     return launches
 
 
-def _supports(largest: int) -> Callable[[NodeSpec], bool]:
+def _supports(largest: int, attention: Tactic) -> Callable[[NodeSpec], bool]:
     general = cuda.supports(largest)
-    return lambda node: general(node) and HOPPER.supports(cuda.attention_of(HOPPER, node))
+    return lambda node: general(node) and attention.supports(cuda.attention_of(attention, node))
 
 
 TACTICS = [
+    *(
+        Tactic(
+            name=f"cuda.rope_paged_attention.hopper.{largest or 'any'}",
+            op="rope_paged_attention",
+            device="cuda",
+            supports=_supports(largest, HOPPER),
+            priority=25 if largest else 15,
+            precision="bfloat16",
+            largest_tokens=largest,
+            workspace=cuda.workspace(largest, HOPPER),
+            sm=90,
+            launches=cuda.separately(HOPPER),
+            decode=_decode(largest),
+        )
+        for largest in cuda.LARGEST
+    ),
     Tactic(
-        name=f"cuda.rope_paged_attention.hopper.{largest or 'any'}",
+        name="cuda.rope_paged_attention.hopper.invariant",
         op="rope_paged_attention",
         device="cuda",
-        supports=_supports(largest),
-        priority=25 if largest else 15,
+        supports=_supports(0, INVARIANT),
+        priority=1,
         precision="bfloat16",
-        largest_tokens=largest,
-        workspace=cuda.workspace(largest, HOPPER),
+        batch_invariant=True,
+        workspace=cuda.workspace(0, INVARIANT),
         sm=90,
-        launches=cuda.separately(HOPPER),
-        decode=_decode(largest),
-    )
-    for largest in cuda.LARGEST
+        launches=cuda.separately(INVARIANT),
+    ),
 ]
