@@ -32,6 +32,7 @@ def sample(logits: np.ndarray, device: str, pieces: Pieces | None = None, **para
         "part_at": (torch.int32, pieces.count),
         "part_sum": (torch.float32, pieces.count),
         "part_count": (torch.int32, pieces.count),
+        "part_reach": (torch.float32, pieces.count),
         "candidate": (torch.float32, pieces.count * pieces.room),
         "candidate_at": (torch.int32, pieces.count * pieces.room),
         "tokens": (torch.int32, 1),

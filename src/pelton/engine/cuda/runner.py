@@ -95,7 +95,13 @@ class CudaRunner:
         self._vocab = int(logits.shape[1])
         self._logits_address = self._address(logits)
         self._sampler = DeviceSampler(
-            code, root, seats=plan.dims["B"], rows=rows, vocab=self._vocab, logits=self._logits_address
+            code,
+            root,
+            self._stream,
+            seats=plan.dims["B"],
+            rows=rows,
+            vocab=self._vocab,
+            logits=self._logits_address,
         )
         self._stage = EngineKernel(code, root, "stage")
         self._inputs.bind(self._stage, self._sampler.tokens_address)

@@ -44,19 +44,24 @@ class Slot:
 def sampler_bytes(seats: int, rows: int, vocab: int) -> int:
     """Device memory that sampling takes, of which what edits need when a request first has any."""
     pieces = Pieces.of(vocab)
-    return 4 * rows * (1 + pieces.count * (4 + 2 * pieces.room)) + edit_bytes(seats, rows, vocab)
+    return 4 * rows * (1 + pieces.count * (5 + 2 * pieces.room)) + edit_bytes(seats, rows, vocab)
 
 
 class DeviceSampler:
     """Takes tokens from ``logits`` (an address), at most ``rows`` a step, of sequences in ``seats`` seats."""
 
-    def __init__(self, code: Code, root: Path, *, seats: int, rows: int, vocab: int, logits: int) -> None:
+    def __init__(
+        self, code: Code, root: Path, stream: Stream, *, seats: int, rows: int, vocab: int, logits: int
+    ) -> None:
         self._pieces = pieces = Pieces.of(vocab)
         self._stride = align(4 * rows)
         part = 4 * rows * pieces.count
-        self._memory = [Memory(part) for _ in range(4)] + [Memory(part * pieces.room) for _ in range(2)]
+        self._memory = [Memory(part) for _ in range(5)] + [Memory(part * pieces.room) for _ in range(2)]
         self._tokens = Memory(4 * rows)
-        self._parameters = [C.c_uint64() for _ in _FIELDS]
+        self._given = Memory(len(_FIELDS) * self._stride)
+        self._zeros = Memory(4 * rows)
+        self._zeros.fill(0, stream)
+        self._parameters = [C.c_uint64(self._given.address + i * self._stride) for i in range(len(_FIELDS))]
         self._host_tokens = C.c_uint64()
         top, at, *rest = [C.c_uint64(m.address) for m in self._memory]
         at_logits, tokens = C.c_uint64(logits), C.c_uint64(self._tokens.address)
@@ -77,15 +82,18 @@ class DeviceSampler:
 
     def sample(self, stream: Stream, inputs: SamplingInputs, rows: int, slot: Slot) -> None:
         """Sample ``rows`` rows; their tokens arrive in ``slot``."""
-        staged = slot.parameters.array(np.uint8)
-        for i, name in enumerate(_FIELDS):
-            values = getattr(inputs, name)
-            staged[i * self._stride : i * self._stride + 4 * rows] = values.view(np.uint8)
-            self._parameters[i].value = slot.parameters.address + i * self._stride
+        draws = bool(inputs.temperature_N.any())
+        self._parameters[0].value = self._given.address if draws else self._zeros.address
+        if draws:
+            staged = slot.parameters.array(np.uint8)
+            for i, name in enumerate(_FIELDS):
+                values = getattr(inputs, name)
+                staged[i * self._stride : i * self._stride + 4 * rows] = values.view(np.uint8)
+            stream.copy_in(self._given.address, slot.parameters.address, len(_FIELDS) * self._stride)
         self._host_tokens.value = slot.tokens.address
         self.edits.before(stream, inputs, rows, slot.index)
         self._scan.run(stream, rows, self._pieces.count)
-        if inputs.temperature_N.any():
+        if draws:
             self._weigh.run(stream, rows, self._pieces.count)
         self._choose.run(stream, rows)
         self.edits.after(stream, inputs, rows, slot.index)
@@ -94,5 +102,5 @@ class DeviceSampler:
         self.edits.close()
         for kernel in (self._scan, self._weigh, self._choose):
             kernel.close()
-        for memory in (*self._memory, self._tokens):
+        for memory in (*self._memory, self._tokens, self._given, self._zeros):
             memory.close()

@@ -24,7 +24,7 @@ class Pieces:
     def of(cls, vocab: int) -> Pieces:
         """For rows of ``vocab`` logits."""
         size = min(_PIECE, max(16, power_of_two(vocab)))
-        return cls(count=-(-vocab // size), size=size, room=max(16, size // 8))
+        return cls(count=-(-vocab // size), size=size, room=max(16, size // 4))
 
 
 def sampler_sources(vocab: int) -> dict[str, KernelSource]:
@@ -37,7 +37,7 @@ def sampler_sources(vocab: int) -> dict[str, KernelSource]:
     rest = (("PIECES_2", power_of_two(pieces.count)), ("PIECE", pieces.size), ("ROOM", pieces.room))
     parameters = (("temperature", "*fp32"), ("top_k", "*i32"), ("top_p", "*fp32"), ("min_p", "*fp32"))
     largest = (("part_max", "*fp32"), ("part_at", "*i32"))
-    sums = (("part_sum", "*fp32"), ("part_count", "*i32"))
+    sums = (("part_sum", "*fp32"), ("part_count", "*i32"), ("part_reach", "*fp32"))
     candidates = (("candidate", "*fp32"), ("candidate_at", "*i32"))
     logits = (("logits", "*fp32"),)
     return {
@@ -68,7 +68,7 @@ def sampler_sources(vocab: int) -> dict[str, KernelSource]:
                 ("tokens", "*i32"),
                 ("tokens_host", "*i32"),
             ),
-            constants=(*row, *rest, ("BLOCK", min(2048, pieces.size))),
+            constants=(*row, *rest, ("BLOCK", min(2048, pieces.size)), ("ROW_BLOCK", min(4096, pieces.size))),
             num_warps=8,
         ),
     }

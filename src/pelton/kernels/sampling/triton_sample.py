@@ -1,12 +1,12 @@
 """Next tokens from logits in Triton, by the rules of ``reference`` and without a sort.
 
 Three kernels. ``scan``: the largest logit of each piece of a row. ``weigh``: for rows that draw, the sum of
-each piece's weights, and for those with top_k or top_p its *candidates*: tokens that weigh at least e^-12 of
-the largest, in the order of their index. ``choose``: the token of a row. top_k and top_p need the value of
-the last token that stays: it is found by halving an interval of the logits' bit patterns, which are ordered
-as the logits are; over the candidates, a few hundred as a rule, or where these do not reach (they are too
-many for their place, or weigh too little) over the row. Tokens that have just this value stay in the order
-of their index, as many as the rules let.
+each piece's weights, and for those with top_k or top_p its *candidates*: tokens within some temperatures of
+the largest, as far as there is room, in the order of their index. ``choose``: the token of a row. top_k and
+top_p need the value of the last token that stays: it is found by halving an interval of the logits' bit
+patterns, which are ordered as the logits are; over the candidates, a few hundred as a rule, or where these
+weigh too little over the row. Tokens that have just this value stay in the order of their index, as many as
+the rules let.
 
 Sums run in float32 here and in float64 on the host: near a boundary another token may be drawn.
 """
@@ -14,8 +14,11 @@ Sums run in float32 here and in float64 on the host: near a boundary another tok
 import triton
 import triton.language as tl
 
-#: Candidates lie within this many temperatures of the largest logit.
+#: Candidates lie within this many temperatures of the largest logit, or where they are too many, of
+#: ``NARROWER`` less, and so on.
 REACH = tl.constexpr(12.0)
+NARROWER = tl.constexpr(2.0)
+REACHES = tl.constexpr(5)
 
 
 @triton.jit
@@ -67,6 +70,7 @@ def weigh(
     part_max,
     part_sum,
     part_count,
+    part_reach,
     candidate,
     candidate_at,
     V: tl.constexpr,
@@ -88,13 +92,17 @@ def weigh(
     part = n * PIECES + piece
     if cuts:
         tl.store(part_sum + part, tl.sum(w, 0))
-        near = (values >= top - REACH * t).to(tl.int32)
-        place = tl.cumsum(near, 0) - 1
-        room = (near > 0) & (place < ROOM)
-        here = part.to(tl.int64) * ROOM + place
-        tl.store(candidate + here, values, mask=room)
-        tl.store(candidate_at + here, piece * PIECE + tl.arange(0, PIECE), mask=room)
+        reach = tl.full([], 0.0, tl.float32)  # not even the narrowest has room
+        for r in tl.static_range(REACHES):
+            wide = REACH - NARROWER * r
+            count = tl.sum((values >= top - wide * t).to(tl.int32), 0)
+            reach = tl.where((reach == 0.0) & (count <= ROOM), wide, reach)
+        near = (values >= tl.where(reach > 0.0, top - reach * t, float("inf"))).to(tl.int32)
+        here = part.to(tl.int64) * ROOM + tl.cumsum(near, 0) - 1
+        tl.store(candidate + here, values, mask=near > 0)
+        tl.store(candidate_at + here, piece * PIECE + tl.arange(0, PIECE), mask=near > 0)
         tl.store(part_count + part, tl.sum(near, 0))
+        tl.store(part_reach + part, reach)
     else:
         tl.store(part_sum + part, tl.sum(tl.where(w >= tl.load(min_p + n), w, 0.0), 0))
 
@@ -197,6 +205,7 @@ def choose(
     part_at,
     part_sum,
     part_count,
+    part_reach,
     candidate,
     candidate_at,
     tokens,
@@ -207,6 +216,7 @@ def choose(
     PIECE: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
 ):
     """The token of a row, here and on the host; -1: a logit is NaN or infinite; -2: all are minus that."""
     n = tl.program_id(0)
@@ -231,39 +241,39 @@ def choose(
         sums = tl.load(part_sum + part, mask=inside, other=0.0)
         everything = tl.sum(sums, 0)
         if ((k > 0) & (k < V)) | (share < 1.0):
+            reach = tl.min(tl.load(part_reach + part, mask=inside, other=REACH), 0)
             counts = tl.load(part_count + part, mask=inside, other=0)
-            found = tl.sum(counts, 0)
-            fits = tl.max(counts, 0) <= ROOM
-            if fits:  # move the pieces' candidates together
-                base = n.to(tl.int64) * (PIECES * ROOM)
-                end = tl.sum(tl.where(p < 1, counts, 0), 0)
-                for piece in range(1, PIECES):
+            # A little above the bound, so that it does not matter how that is rounded where.
+            lowest = tl.minimum(_ordered(top - reach * t) + 64, _ordered(top))
+            few = candidate + n.to(tl.int64) * (PIECES * ROOM)
+            few_at = candidate_at + n.to(tl.int64) * (PIECES * ROOM)
+            found = tl.full([], 0, tl.int32)
+            fits = reach > 0.0
+            if fits:  # move the pieces' candidates together, those of the narrowest reach
+                for piece in range(0, PIECES):
                     count = tl.sum(tl.where(p == piece, counts, 0), 0)
                     for start in range(0, count, BLOCK):
                         j = start + tl.arange(0, BLOCK)
-                        source = base + piece * ROOM + j
-                        value = tl.load(candidate + source, mask=j < count)
-                        index = tl.load(candidate_at + source, mask=j < count)
+                        value = tl.load(few + piece * ROOM + j, mask=j < count, other=float("-inf"))
+                        index = tl.load(few_at + piece * ROOM + j, mask=j < count, other=0)
+                        stays = ((_ordered(value) >= lowest) & (j < count)).to(tl.int32)
+                        place = found + tl.cumsum(stays, 0) - 1
                         tl.debug_barrier()
-                        tl.store(candidate + base + end + j, value, mask=j < count)
-                        tl.store(candidate_at + base + end + j, index, mask=j < count)
+                        tl.store(few + place, value, mask=stays > 0)
+                        tl.store(few_at + place, index, mask=stays > 0)
                         tl.debug_barrier()
-                    end += count
-                few = candidate + base
-                count, weight = _above(few, found, tl.full([], -2147483648, tl.int32), top, t, BLOCK)
+                        found += tl.sum(stays, 0)
+                count, weight = _above(few, found, lowest, top, t, BLOCK)
                 fits = tl.where((k > 0) & (k < V), found >= k, weight >= share * everything)
             if fits:
-                few = candidate + n.to(tl.int64) * (PIECES * ROOM)
-                # Less a little: -0.0 is not below 0.0, and its key is.
-                lowest = _ordered(top - REACH * t) - 64
                 edge, ties = _limits(few, found, lowest, top, t, k, share, everything, V, BLOCK)
                 drawn = _draw(few, found, edge, ties, least, top, t, u, V, BLOCK)
                 if drawn >= 0:
-                    token = tl.load(candidate_at + n.to(tl.int64) * (PIECES * ROOM) + drawn)
+                    token = tl.load(few_at + drawn)
             else:
                 lowest = tl.full([], -2147483648, tl.int32)
-                edge, ties = _limits(row, V, lowest, top, t, k, share, everything, V, BLOCK)
-                drawn = _draw(row, V, edge, ties, least, top, t, u, V, BLOCK)
+                edge, ties = _limits(row, V, lowest, top, t, k, share, everything, V, ROW_BLOCK)
+                drawn = _draw(row, V, edge, ties, least, top, t, u, V, ROW_BLOCK)
                 if drawn >= 0:
                     token = drawn
         else:
