@@ -42,9 +42,11 @@ class BatchChecker:
         if wanted > most:
             raise ValueError(f"a step gives at most {most} rows of logits, not {wanted}")
         if wanted:
-            _range("logits_indices", batch.logits_indices_N, 0, tokens)
-            if wanted > 1 and not (batch.logits_indices_N[1:] > batch.logits_indices_N[:-1]).all():
+            rows_N = batch.logits_indices_N
+            if wanted > 1 and not (rows_N[1:] > rows_N[:-1]).all():
                 raise ValueError("logits_indices must be ascending")
+            if rows_N[0] < 0 or rows_N[-1] >= tokens:
+                _range("logits_indices", rows_N, 0, tokens)
         if len(batch.groups) != len(self._num_blocks):
             raise ValueError(
                 f"the engine has {len(self._num_blocks)} KV groups, the batch {len(batch.groups)}"
@@ -60,10 +62,11 @@ class BatchChecker:
         _array("cu_seqlens", group.cu_seqlens, (sequences + 1,))
         _array(f"slot_mapping.{index}", group.slot_mapping_T, (tokens,))
         _array(f"block_table.{index}", group.block_table_BM, (sequences, self._columns))
-        queries = np.diff(group.cu_seqlens)
+        queries = group.cu_seqlens[1:] - group.cu_seqlens[:-1]
         if group.cu_seqlens[0] != 0 or group.cu_seqlens[-1] != tokens or (queries < 0).any():
             raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {tokens}")
-        if (group.seq_lens_B < queries).any() or group.seq_lens_B.max() > self._max_seq_len:
+        longest = int(group.seq_lens_B.max())
+        if (group.seq_lens_B < queries).any() or longest > self._max_seq_len:
             raise ValueError(
                 f"seq_lens must lie between a sequence's tokens in this step and {self._max_seq_len} "
                 "(max_seq_len)"
@@ -71,7 +74,7 @@ class BatchChecker:
         blocks = self._num_blocks[index]
         _range(f"slot_mapping.{index}", group.slot_mapping_T, -1, blocks * self._block_size)
         # Beyond the longest sequence's blocks a table is not read.
-        columns = -(-int(group.seq_lens_B.max()) // self._block_size)
+        columns = -(-longest // self._block_size)
         _range(f"block_table.{index}", group.block_table_BM[:, :columns], 0, blocks)
 
 

@@ -47,8 +47,26 @@ def needs_host(sequence: Sequence) -> bool:
     return sequence.request.sampling.prompt_logprobs is not None or not logits_processor(sequence).on_device
 
 
-def sampling_inputs(seats: Seats, seats_N: Int32, sequences: Callable[[], Seq[Sequence]]) -> SamplingInputs:
-    """The parameters of each seat's next token; ``sequences``: who sits there."""
+def sampling_inputs(step: StepArrays, seats: Seats) -> SamplingInputs:
+    """The parameters of the next token of each member of ``step`` that samples."""
+    everyone = step.everyone
+    if everyone is None or everyone.edited or everyone.scored:
+        return _sampling_inputs(seats, _seats_that_sample(step), lambda: _who_samples(step))
+    if everyone.draws:
+        positions = seats.counters_CS[NUM_TOKENS, everyone.at].astype(np.int64)
+        uniform_N = np.minimum(uniforms(everyone.seed_B, positions).astype(np.float32), _BELOW_ONE)
+    else:
+        uniform_N = everyone.zeros_B
+    return SamplingInputs(
+        temperature_N=everyone.temperature_B,
+        top_k_N=everyone.top_k_B,
+        top_p_N=everyone.top_p_B,
+        min_p_N=everyone.min_p_B,
+        uniform_N=uniform_N,
+    )
+
+
+def _sampling_inputs(seats: Seats, seats_N: Int32, sequences: Callable[[], Seq[Sequence]]) -> SamplingInputs:
     temperature_N, logprobs_N = seats.temperature_S[seats_N], seats.logprobs_S[seats_N]
     if temperature_N.any():
         numbers = uniforms(seats.seed_S[seats_N], seats.counters_CS[NUM_TOKENS, seats_N].astype(np.int64))
@@ -122,11 +140,14 @@ class Ahead:
         *,
         block_size: int,
         windows: bool,
+        caches: bool,
         eos_token_ids: tuple[int, ...],
         clock: HostClock,
     ) -> None:
         self._session, self._seats, self._batches = session, seats, batches
         self._block_size, self._windows, self.clock = block_size, windows, clock
+        self._caches = caches
+        self._placeholders = np.arange(-1, -1 - len(seats.generation_S), -1, dtype=np.int32)
         self._eos = np.array(eos_token_ids, np.int32)[:, None]
         self.in_flight: InFlight | None = None
 
@@ -143,21 +164,33 @@ class Ahead:
     def submit(self, output: SchedulerOutput) -> None:
         """Start a step; its members' state is as it will be when the step is over."""
         step, seats = output.arrays().by_seat(), self._seats
-        seats_N = step.seats_B if step.samples_B.all() else step.seats_B[step.samples_B]
-        inputs = sampling_inputs(seats, seats_N, lambda: _who_samples(step))
+        inputs = sampling_inputs(step, seats)
         pending = self._session.submit(self._batches.build(step), inputs)
-        counters = seats.counters_CS
-        num_tokens_N = counters[NUM_TOKENS, seats_N]
-        seats.tokens_SL[seats_N, num_tokens_N] = np.arange(-1, -1 - len(seats_N), -1)
-        counters[NUM_TOKENS, seats_N] = num_tokens_N + 1
-        counters[NUM_UNKNOWN, seats_N] += 1
-        counters[NUM_COMPUTED, step.seats_B] = step.starts_B + step.counts_B
-        self.in_flight = InFlight(step, seats.generation_S[step.seats_B], inputs.logprobs_N, pending)
+        counters, everyone = seats.counters_CS, step.everyone
+        if everyone is not None:
+            at, seats_N = everyone.at, everyone.seats_B
+            num_tokens_N = counters[NUM_TOKENS, at]
+            seats.tokens_SL[seats_N, num_tokens_N] = self._placeholders[: len(seats_N)]
+            counters[NUM_TOKENS, at] += 1
+            counters[NUM_UNKNOWN, at] += 1
+            counters[NUM_COMPUTED, at] += 1
+            generation_B = everyone.generation_B
+        else:
+            seats_N = _seats_that_sample(step)
+            num_tokens_N = counters[NUM_TOKENS, seats_N]
+            seats.tokens_SL[seats_N, num_tokens_N] = self._placeholders[: len(seats_N)]
+            counters[NUM_TOKENS, seats_N] = num_tokens_N + 1
+            counters[NUM_UNKNOWN, seats_N] += 1
+            counters[NUM_COMPUTED, step.seats_B] = step.starts_B + step.counts_B
+            generation_B = seats.generation_S[step.seats_B]
+        self.in_flight = InFlight(step, generation_B, inputs.logprobs_N, pending)
 
     def filled(self, flight: InFlight) -> list[tuple[Sequence, int]]:
         """Whose blocks a step has filled, or moved a window past, with its tokens computed; of those that
         still have them."""
         step, size = flight.step, self._block_size
+        if not self._windows and not self._caches:
+            return []
         ends_B = step.starts_B + step.counts_B
         sits_B = self._seats.generation_S[step.seats_B] == flight.generation_B
         if not self._windows:
@@ -169,30 +202,45 @@ class Ahead:
         step, seats = flight.step, self._seats
         with self.clock.waiting():
             tokens_N = flight.pending.tokens()
-        sequences, seats_N, generation_N = _who_samples(step), step.seats_B, flight.generation_B
-        if len(sequences) < len(seats_N):
-            seats_N, generation_N = seats_N[step.samples_B], generation_N[step.samples_B]
-        sits_N = seats.generation_S[seats_N] == generation_N
-        counters = seats.counters_CS
-        here, got = (seats_N, tokens_N) if sits_N.all() else (seats_N[sits_N], tokens_N[sits_N])
-        unknown = counters[NUM_UNKNOWN, here]
-        known = counters[NUM_TOKENS, here] - unknown
-        good = got >= 0
-        seats.tokens_SL[here, known] = got
-        counters[NUM_UNKNOWN, here] = unknown - 1
-        known += 1
-        ends = (got == self._eos).any(axis=0) & seats.ends_S[here] & (known >= counters[MIN_TOTAL, here])
-        special = ~good | ends | seats.stops_S[here] | (known >= counters[MAX_TOTAL, here])
-        special |= known == counters[NUM_PROMPT, here] + 1
-        special_N = np.ones(len(seats_N), bool)
-        special_N[sits_N] = special
+        everyone = step.everyone
+        if everyone is not None and seats.everyone is everyone:
+            special_N = self._reveal(everyone.at, everyone.seats_B, tokens_N)
+            sits_N = everyone.all_B
+        else:
+            seats_N, generation_N = step.seats_B, flight.generation_B
+            if not step.samples_B.all():
+                seats_N, generation_N = seats_N[step.samples_B], generation_N[step.samples_B]
+            sits_N = seats.generation_S[seats_N] == generation_N
+            here = seats_N[sits_N]
+            special_N = np.ones(len(seats_N), bool)
+            special_N[sits_N] = self._reveal(here, here, tokens_N[sits_N])
         if flight.logprobs_N is not None:
-            special_N |= flight.logprobs_N >= 0
-        return Sampled(sequences, tokens_N, special_N, sits_N, _logprobs(flight, tokens_N))
+            special_N = special_N | (flight.logprobs_N >= 0)
+        return Sampled(_who_samples(step), tokens_N, special_N, sits_N, _logprobs(flight, tokens_N))
+
+    def _reveal(self, at: slice | Int32, seats_N: Int32, tokens_N: Int32) -> npt.NDArray[np.bool_]:
+        """Give each seat its token; whose answer has perhaps ended or just begun."""
+        seats, counters = self._seats, self._seats.counters_CS
+        known = counters[NUM_TOKENS, at] - counters[NUM_UNKNOWN, at]
+        seats.tokens_SL[seats_N, known] = tokens_N
+        counters[NUM_UNKNOWN, at] -= 1
+        known += 1
+        special: npt.NDArray[np.bool_] = (tokens_N < 0) | seats.stops_S[at]
+        special |= known >= counters[MAX_TOTAL, at]
+        special |= known == counters[NUM_PROMPT, at] + 1
+        if len(self._eos):
+            ends = (tokens_N == self._eos).any(axis=0)
+            if ends.any():
+                special |= ends & seats.ends_S[at] & (known >= counters[MIN_TOTAL, at])
+        return special
+
+
+def _seats_that_sample(step: StepArrays) -> Int32:
+    return step.seats_B if step.samples_B.all() else step.seats_B[step.samples_B]
 
 
 def _who_samples(step: StepArrays) -> Seq[Sequence]:
-    if step.samples_B.all():
+    if step.everyone is not None or step.samples_B.all():
         return step.sequences
     return [step.sequences[b] for b in np.flatnonzero(step.samples_B).tolist()]
 

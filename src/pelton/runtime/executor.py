@@ -89,6 +89,7 @@ class Executor:
                 self._batches,
                 block_size=build.block_size,
                 windows=any(self.kv.windows),
+                caches=self.config.enable_prefix_caching,
                 eos_token_ids=model.eos_token_ids,
                 clock=self._clock,
             )
@@ -200,7 +201,7 @@ class Executor:
 
     def _step_ahead(self, ahead: Ahead) -> list[RequestUpdate]:
         """Start the next step, then take what the one before it has sampled."""
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(by_seat=True)
         before = ahead.take()
         if output.num_tokens:
             ahead.submit(output)
@@ -223,11 +224,16 @@ class Executor:
         tokens = sampled.tokens_N.tolist()
         self._generated_tokens += len(tokens)
         self._last_progress = time.monotonic()
+        everyone = flight.step.everyone
+        ids = everyone.request_ids if everyone is not None else [q.request_id for q in sampled.sequences]
         updates: list[RequestUpdate | None] = [
-            RequestUpdate(request_id=sequence.request_id, new_token_ids=(token,))
-            for sequence, token in zip(sampled.sequences, tokens, strict=True)
+            RequestUpdate(request_id=request_id, new_token_ids=(token,))
+            for request_id, token in zip(ids, tokens, strict=True)
         ]
-        for n in np.flatnonzero(sampled.special_N).tolist():
+        special = np.flatnonzero(sampled.special_N).tolist()
+        if not special:
+            return updates  # type: ignore[return-value]
+        for n in special:
             result = Sampled(tokens[n], sampled.logprobs(n))
             updates[n] = self._special(sampled.sequences[n], result, sits=bool(sampled.sits_N[n]))
         return [update for update in updates if update is not None]

@@ -29,10 +29,10 @@ class InputBatchBuilder:
         Rows of logits come in the same order: each sequence's prompt rows, then its sampled row.
         """
         seats, seats_B, starts_B = self._seats, step.seats_B, step.starts_B
-        num_seqs = len(seats_B)
-        shared_B = seats.counters_CS[NUM_SHARED, seats_B]
+        num_seqs, everyone = len(seats_B), step.everyone
+        shared_B = seats.counters_CS[NUM_SHARED, seats_B if everyone is None else everyone.at]
         seq_lens_B = starts_B + step.counts_B
-        if (step.counts_B == 1).all():
+        if everyone is not None or (step.counts_B == 1).all():
             cu_seqlens, positions_T = self._range[: num_seqs + 1], starts_B
             seats_T, shared_T = seats_B, shared_B
         else:
@@ -42,13 +42,18 @@ class InputBatchBuilder:
             seats_T, shared_T = np.repeat(seats_B, step.counts_B), np.repeat(shared_B, step.counts_B)
         columns_T, places_T = np.divmod(positions_T, self._block_size)
         is_shared_T = positions_T < shared_T
-        in_place = bool(seats_B[0] == 0 and (seats_B == self._range[:num_seqs]).all())
+        any_shared = bool(is_shared_T.any())
+        if everyone is not None:
+            in_place = isinstance(everyone.at, slice)
+        else:
+            in_place = bool(seats_B[0] == 0 and (seats_B == self._range[:num_seqs]).all())
         groups = []
         for g, tables_SM in enumerate(seats.tables_GSM):
             slots_T = tables_SM[seats_T, columns_T] * self._block_size + places_T
             # A token found in the prefix cache and computed again only for its logits: its KV is
             # there, perhaps shared with others, and is not written again.
-            slots_T[is_shared_T] = -1
+            if any_shared:
+                slots_T[is_shared_T] = -1
             table_BM = tables_SM[:num_seqs]
             if not in_place:
                 table_BM = np.take(tables_SM, seats_B, axis=0, out=self._tables_GBM[g, :num_seqs])
@@ -64,7 +69,7 @@ class InputBatchBuilder:
             input_ids_T=seats.tokens_SL[seats_T, positions_T],
             positions_T=positions_T,
             groups=tuple(groups),
-            logits_indices_N=_logits_rows(step, cu_seqlens),
+            logits_indices_N=cu_seqlens[:-1] if everyone is not None else _logits_rows(step, cu_seqlens),
         )
 
 

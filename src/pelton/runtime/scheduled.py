@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pelton.runtime.seats import Everyone
 from pelton.runtime.sequence import Sequence
 
 Int32 = npt.NDArray[np.int32]
@@ -45,6 +46,8 @@ class StepArrays:
     samples_B: npt.NDArray[np.bool_]
     prompt_rows: Seq[tuple[int, int]] | None = None
     """First and last scored position of each sequence's prompt; None: there are none."""
+    everyone: Everyone | None = None
+    """Where all who sit decode one token each: these, in the order of seats."""
 
     @classmethod
     def of(cls, scheduled: Seq[ScheduledSequence]) -> StepArrays:
@@ -63,7 +66,7 @@ class StepArrays:
     def by_seat(self) -> StepArrays:
         """In the order of seats: the order in which block tables lie."""
         assert self.prompt_rows is None
-        if (self.seats_B[1:] > self.seats_B[:-1]).all():
+        if self.everyone is not None or (self.seats_B[1:] > self.seats_B[:-1]).all():
             return self
         order = np.argsort(self.seats_B)
         return StepArrays(
@@ -86,6 +89,8 @@ class SchedulerOutput:
     num_tokens: int
     preempted: tuple[str, ...]
     """Ids of requests that lost their blocks."""
+    everyone: Everyone | None = None
+    """Where those who decode are all who sit, in the order of seats."""
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
@@ -99,12 +104,16 @@ class SchedulerOutput:
 
     def arrays(self) -> StepArrays:
         """All of it at once."""
-        n = len(self.decoding)
-        decodes = StepArrays(
-            self.decoding, self.decoding_seats, self.decoding_starts, np.ones(n, np.int32), np.ones(n, bool)
+        n, everyone = len(self.decoding), self.everyone
+        ones, every = (
+            (np.ones(n, np.int32), np.ones(n, bool))
+            if everyone is None
+            else (everyone.ones_B, everyone.all_B)
         )
+        seats, starts = self.decoding_seats, self.decoding_starts
         if not self.chunks:
-            return decodes
+            return StepArrays(self.decoding, seats, starts, ones, every, everyone=everyone)
+        decodes = StepArrays(self.decoding, seats, starts, ones, every)
         rest = StepArrays.of(self.chunks)
         prompt_rows = None if rest.prompt_rows is None else [(0, 0)] * n + list(rest.prompt_rows)
         return StepArrays(

@@ -9,7 +9,7 @@ import numpy as np
 
 from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
 from pelton.runtime.scheduled import Int32, ScheduledSequence, SchedulerOutput
-from pelton.runtime.seats import CAPACITY, MAX_TOTAL, NUM_COMPUTED, NUM_TOKENS, NUM_UNKNOWN, Seats
+from pelton.runtime.seats import CAPACITY, MAX_TOTAL, NUM_COMPUTED, NUM_TOKENS, NUM_UNKNOWN, Everyone, Seats
 from pelton.runtime.sequence import Sequence
 
 # The algorithm. There is no prefill and no decode phase: each sequence has num_tokens tokens, of
@@ -88,12 +88,22 @@ class Scheduler:
             self._running_seats = None
         sequence.num_computed = sequence.num_shared_tokens = sequence.capacity = 0
 
-    def schedule(self) -> SchedulerOutput:
-        """Decide one step and allocate its blocks."""
+    def schedule(self, *, by_seat: bool = False) -> SchedulerOutput:
+        """Decide one step and allocate its blocks.
+
+        ``by_seat``: where all that run decode and nothing is short, in which case their order decides
+        nothing, they may come in the order of seats.
+        """
         self._preempted = []
         self._keys_in_step = set()
         chunks: list[ScheduledSequence] = []
-        decoding, seats, i = self._decodes()
+        everyone = self._everyone() if by_seat else None
+        if everyone is None:
+            decoding, seats, i = self._decodes()
+            starts = self.seats.counters_CS[NUM_COMPUTED, seats]
+        else:
+            decoding, seats, i = everyone.sequences, everyone.seats_B, len(everyone.sequences)
+            starts = self.seats.counters_CS[NUM_COMPUTED, everyone.at].copy()
         budget, rows, admitting = self.max_num_batched_tokens, self.max_logits_rows, True
         budget -= len(decoding)
         rows -= len(decoding)
@@ -122,11 +132,38 @@ class Scheduler:
         return SchedulerOutput(
             decoding=decoding,
             decoding_seats=seats,
-            decoding_starts=self.seats.counters_CS[NUM_COMPUTED, seats],
+            decoding_starts=starts,
             chunks=tuple(chunks),
             num_tokens=self.max_num_batched_tokens - budget,
             preempted=tuple(self._preempted),
+            everyone=everyone,
         )
+
+    def _everyone(self) -> Everyone | None:
+        """All who sit, their blocks allocated, if each is to get one token and nobody has to step back."""
+        everyone, n = self.seats.everyone, len(self.running)
+        if not 0 < n <= self.max_num_batched_tokens:
+            return None
+        if self.waiting and self.waiting[0].order < self.running[-1].order:
+            return None
+        counters, at = self.seats.counters_CS, everyone.at
+        tokens = counters[NUM_TOKENS, at]
+        if (tokens - counters[NUM_COMPUTED, at] != 1).any() or (tokens >= counters[MAX_TOTAL, at]).any():
+            return None
+        if not self.seats.plain_S[at].all():
+            return None
+        short = np.flatnonzero(tokens > counters[CAPACITY, at])
+        if len(short) > min(pool.num_free for pool in self.kv.pools):
+            return None
+        for i in short.tolist():
+            sequence = everyone.sequences[i]
+            allocated = self.kv.allocate(sequence.kv, int(tokens[i]))
+            assert allocated
+            counters[CAPACITY, sequence.seat] += self.kv.block_size
+        if not counters[NUM_UNKNOWN, at].all():
+            for i in np.flatnonzero(tokens % self.kv.block_size == 0).tolist():
+                self._note_keys(everyone.sequences[i], int(tokens[i]) - 1, 1)
+        return everyone
 
     def _decodes(self) -> tuple[list[Sequence], Int32, int]:
         """The sequences in front that get one token each, with their seats, and how many of ``running`` are

@@ -25,6 +25,30 @@ NUM_TOKENS, NUM_UNKNOWN, NUM_COMPUTED, NUM_PROMPT, MAX_TOTAL, MIN_TOTAL, CAPACIT
 NUM_COUNTERS = 8
 
 
+class Everyone:
+    """All sequences that sit, by seat, and what stays as long as they do."""
+
+    def __init__(self, seats: Seats, sequences: list[Sequence], seats_B: Int32) -> None:
+        n = len(sequences)
+        self.sequences, self.seats_B = sequences, seats_B
+        self.request_ids = [sequence.request_id for sequence in sequences]
+        dense = n > 0 and int(seats_B[-1]) == n - 1
+        self.at: slice | Int32 = slice(0, n) if dense else seats_B
+        """Indexes the seats' arrays: a slice, which copies nothing, where there are no holes."""
+        self.generation_B = seats.generation_S[seats_B]
+        self.temperature_B = seats.temperature_S[seats_B]
+        self.top_k_B, self.top_p_B = seats.top_k_S[seats_B], seats.top_p_S[seats_B]
+        self.min_p_B, self.seed_B = seats.min_p_S[seats_B], seats.seed_S[seats_B]
+        self.draws = bool(self.temperature_B.any())
+        self.edited = bool(seats.edited_S[seats_B].any())
+        self.scored = bool((seats.logprobs_S[seats_B] >= 0).any())
+        self.ends_B, self.stops_B = seats.ends_S[seats_B], seats.stops_S[seats_B]
+        self.ones_B, self.all_B = np.ones(n, np.int32), np.ones(n, bool)
+        self.zeros_B = np.zeros(n, np.float32)
+        for array in (self.ones_B, self.all_B, self.zeros_B):
+            array.flags.writeable = False
+
+
 class Seats:
     """``num_seats`` of them, for sequences of at most ``max_seq_len`` tokens. S seats, M columns."""
 
@@ -57,11 +81,22 @@ class Seats:
         self.begun_S = np.zeros(num_seats, bool)
         """Whether a session that samples by itself has the sequence's edits."""
         self._free = list(range(num_seats))
+        self._sitting: dict[int, Sequence] = {}
+        self._everyone: Everyone | None = None
+
+    @property
+    def everyone(self) -> Everyone:
+        """Who sits, by seat; the same object until somebody comes or leaves."""
+        if self._everyone is None:
+            seats = sorted(self._sitting)
+            self._everyone = Everyone(self, [self._sitting[s] for s in seats], np.array(seats, np.int32))
+        return self._everyone
 
     def take(self, sequence: Sequence) -> None:
         """Seat a sequence that holds no blocks."""
         seat = heapq.heappop(self._free)
         sequence.seat = seat
+        self._sitting[seat], self._everyone = sequence, None
         counters, tokens = sequence.counters, sequence.tokens
         sequence.counters = self.counters_CS[:, seat]
         sequence.counters[:] = counters
@@ -96,5 +131,7 @@ class Seats:
             assert table.stop == 0
             table.blocks = table.blocks[:0]
         self.generation_S[seat] += 1
+        del self._sitting[seat]
+        self._everyone = None
         heapq.heappush(self._free, seat)
         sequence.seat = -1
