@@ -97,6 +97,7 @@ class DeviceEdits:
         edits = inputs.edits
         if edits is None:
             return
+        assert edits.seat_N.max() < self._seats, "a seat beyond max_batch_size"
         staging = self._staged(slot)
         if not self._tables:
             self._make_tables(stream)
