@@ -159,6 +159,8 @@ def attention_call(page: int) -> CallSpec:
             index,
             operand("B+1", dtype="int32"),
             operand("B", dtype="int32"),
+            None,
+            None,
         ),
         outputs=(operand("T", HEADS, DIM),),
         attrs={"scale": DIM**-0.5, "window": 0, "softcap": 0.0},
@@ -170,6 +172,8 @@ class Bench:
 
     def __init__(self, cubins: dict[Source, Cubin]) -> None:
         self.device, self.stream = Device(), Stream()
+        self.overlap = False
+        """Whether kernels that can are launched while the one before them runs."""
         self.cubins = cubins
         self.big = Memory(6 << 30)
         self.small = Memory(1 << 30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks import h200_kernels
 
 from pelton.builder.cubins import compile_kernel
 from pelton.builder.selection import CudaSelector
@@ -66,6 +67,12 @@ def test_a_map_of_an_operand_follows_it_to_the_results_of_a_larger_call() -> Non
     assert (q.kind, q.of, q.index) == ("tensor_map", "output", 0)
     assert (k_cache.kind, k_cache.of, k_cache.index) == ("tensor_map", "input", 4)
     assert (table.kind, table.index) == ("input", 6)
+
+
+def test_what_the_sweep_of_kernels_times_can_be_described() -> None:
+    variants = [*h200_kernels.prefill_variants(), *h200_kernels.attention_variants()]
+    variants += h200_kernels.linear_variants({"gemv", "stream"})
+    assert len({v.what for v in variants}) > 10
 
 
 def test_only_targets_of_its_architecture_are_offered_a_tactic_of_one() -> None:
