@@ -68,7 +68,7 @@ def logits(checkpoint: Checkpoint, tokens: int = 48) -> Any:
     config = eager_config(checkpoint)
     ids = checkpoint_ids(checkpoint, built_in(0), config.model.vocab_size, name="text")[:tokens]
     (batch,) = windows(ids, config)
-    return exact_model(checkpoint, config).run(batch)
+    return exact_model(checkpoint, config, round_inputs=True).run(batch)
 
 
 def relative(found: Any, expected: Any) -> float:
@@ -284,3 +284,12 @@ def test_sizes_are_those_of_the_blocks(tmp_path: Path) -> None:
     for name, info in view.changed.items():
         assert info.nbytes == view.read(name).nbytes
     assert report.weights == sum(i.nbytes for i in view.changed.values() if i.quant == "int4_g32")
+
+
+def test_inputs_are_rounded_only_where_that_is_asked_for() -> None:
+    view = round_in_stream(text_checkpoint(), short("w8a8"))
+    config = eager_config(view)
+    ids = checkpoint_ids(view, built_in(0), config.model.vocab_size, name="text")[:20]
+    (batch,) = windows(ids, config)
+    exact, rounded = (exact_model(view, config, round_inputs=r).run(batch) for r in (False, True))
+    assert 1e-4 < relative(rounded, exact) < 0.1

@@ -96,16 +96,23 @@ def eager_config(checkpoint: Checkpoint, window: int = WINDOW) -> EngineConfig:
 
 
 def exact_model(
-    checkpoint: Checkpoint, config: EngineConfig, window: int = WINDOW, *, hold: bool = False
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    window: int = WINDOW,
+    *,
+    hold: bool = False,
+    round_inputs: bool = False,
 ) -> EagerReference:
-    """The checkpoint's model in float32 on its dequantised weights, with a float32 KV cache; the inputs of
-    its layers are rounded where a quantised checkpoint says so."""
+    """The checkpoint's model in float32 on its dequantised weights, with a float32 KV cache.
+
+    ``round_inputs``: of its layers, where a quantised checkpoint says so. ``hold``: as ``EagerReference``'s.
+    """
     exact = msgspec.structs.replace(config, build=msgspec.structs.replace(config.build, kv_dtype="float32"))
     assert config.build.max_seq_len
     model = create_model(checkpoint.config, max_seq_len=config.build.max_seq_len)
     recipes = model_recipes(model, checkpoint.source)
     activations = {}
-    if not isinstance(model, ImportedCausalLM):
+    if round_inputs and not isinstance(model, ImportedCausalLM):
         found = {name: checkpoint.activation_quant(place.tensor) for name, place in places(model).items()}
         activations = {name: quant for name, quant in found.items() if quant is not None}
     blocks = blocks_of(config, window)

@@ -94,7 +94,7 @@ def sweep(
                 started = time.perf_counter()
                 view = _quantised(checkpoint, config, Path(scratch))
                 seconds = time.perf_counter() - started
-                model = exact_model(view, exact, window, hold=True)
+                model = exact_model(view, exact, window, hold=True, round_inputs=True)
                 found = compare_on_text(batches, model.run, reference.replay(), name=BUILT_IN)
                 del model
                 nbytes, values = _size(view)
