@@ -170,12 +170,12 @@ def attention_call(page: int) -> CallSpec:
 class Bench:
     """Memory and kernels for one variant after another."""
 
-    def __init__(self, cubins: dict[Source, Cubin]) -> None:
+    def __init__(self, cubins: dict[Source, Cubin], big_bytes: int = 6 << 30) -> None:
         self.device, self.stream = Device(), Stream()
         self.overlap = False
         """Whether kernels that can are launched while the one before them runs."""
         self.cubins = cubins
-        self.big = Memory(6 << 30)
+        self.big = Memory(big_bytes)
         self.small = Memory(1 << 30)
         self.workspace = Memory(COUNTER_BYTES + (512 << 20))
         self.workspace.fill(0, self.stream)
@@ -184,9 +184,12 @@ class Bench:
         values = block.astype(np.uint16)
         for memory in (self.big, self.small):
             for offset in range(0, memory.nbytes, values.nbytes):
-                self.stream.copy_in(memory.address + offset, values.ctypes.data, values.nbytes)
+                nbytes = min(values.nbytes, memory.nbytes - offset)
+                self.stream.copy_in(memory.address + offset, values.ctypes.data, nbytes)
         self.stream.wait()
         self.cublas = CublasLt()
+        self.overlap = False
+        """Whether kernels that can begin while the one before them runs."""
         self.functions: dict[Source, Function] = {}
 
     def linear_addresses(self, n: int, k: int) -> list[tuple[list[int], list[int]]]:
@@ -250,11 +253,17 @@ class Bench:
         graph.close()
         return 1e3 * best / (repeats * len(addresses))
 
-    def bind(self, work: LaunchSpec, dims: dict[str, int], inputs: list[int], outputs: list[int]) -> Any:
+    def bind(
+        self,
+        work: LaunchSpec,
+        dims: dict[str, int],
+        inputs: list[int],
+        outputs: list[int],
+    ) -> Any:
         source = work.kernel
         cubin = self.cubins[source]
         if source not in self.functions:
-            self.functions[source] = Function(cubin.image, cubin.name, cubin.shared)
+            self.functions[source] = Function(cubin.image, cubin.name, max(cubin.shared, work.footprint))
         function = self.functions[source]
         values: list[Any] = []
         for argument in work.arguments:
@@ -280,7 +289,8 @@ class Bench:
         grid = [sum(t.value(dims) for t in axis) for axis in work.grid]
         config.grid[:] = grid + [1] * (3 - len(grid))
         config.block[:] = (cubin.threads, 1, 1)
-        config.shared, config.stream = cubin.shared, self.stream.handle
+        footprint = work.footprint if self.overlap else 0
+        config.shared, config.stream = max(cubin.shared, footprint), self.stream.handle
         if source.dependent and self.overlap:
             attribute = dependent_launch()
             config.attributes, config.n_attributes = C.pointer(attribute), 1

@@ -10,8 +10,9 @@ from pelton.builder.selection import CudaSelector
 from pelton.engine.config import BuildConfig
 from pelton.errors import BuildError
 from pelton.kernels.gpu import nvrtc
-from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, on_behalf
+from pelton.kernels.launch import Argument, CallSpec, KernelSource, LaunchSpec, OperandSpec, on_behalf
 from pelton.kernels.paged_attention.hopper import attention
+from pelton.kernels.tactic import Tactic, all_tactics
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="NVRTC (nvidia-cuda-nvrtc) is not here")
 
@@ -79,3 +80,47 @@ def test_only_targets_of_its_architecture_are_offered_a_tactic_of_one() -> None:
     for target, offered in (("sm_90", True), ("sm_80", False), ("sm_100", False)):
         tactics = CudaSelector(BuildConfig(target=target), None).tactics
         assert ("cuda.paged_attention.hopper" in tactics) == offered
+
+
+def product_call(
+    op: str, tokens: int, n: int, k: int, dtype: str, *, bias: bool = False, x_row: int = 0
+) -> tuple[CallSpec, Tactic]:
+    x = OperandSpec(dtype=dtype, shape=("T", k), strides=(x_row or k, 1))
+    gated = op.endswith("gated")
+    out = operand("T", n, dtype=dtype)
+    inputs = [
+        x,
+        operand(2 * n if gated else n, k, dtype=dtype),
+        operand(n, dtype="float32") if bias else None,
+    ]
+    if op.startswith("norm"):
+        inputs.append(operand(k, dtype="float32"))
+    if op == "linear_add":
+        inputs.append(out)
+    attrs = {"eps": 1e-5, "kind": "gelu_tanh"} if gated else {"eps": 1e-5}
+    return CallSpec(inputs=tuple(inputs), outputs=(out,), attrs=attrs), all_tactics()[
+        f"cuda.{op}.hopper{tokens}"
+    ]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("op", ["linear", "linear_add", "norm_linear", "norm_linear_gated"])
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_a_product_of_sm_90_is_one_kernel_its_norm_included(op: str, tokens: int) -> None:
+    half = tokens == 8 and not op.startswith("norm")
+    call, tactic = product_call(op, tokens, 96, 200, "float16" if half else "bfloat16", bias=op == "linear")
+    assert tactic.launches is not None
+    (product,) = tactic.launches(call, tokens)
+    assert isinstance(product, LaunchSpec)
+    cubin = compile_kernel(product.kernel, 90)
+    assert cubin.image[:4] == b"\x7fELF"
+    # No two blocks fit into the 228 KiB of a multiprocessor, of which each takes one more.
+    assert 2 * (cubin.shared + 1024) > 228 << 10
+
+
+def test_rows_that_tensor_copies_cannot_reach_are_left_to_triton() -> None:
+    call, tactic = product_call("linear", 8, 96, 200, "bfloat16", x_row=204)
+    assert tactic.launches is not None
+    (work,) = tactic.launches(call, 8)
+    assert isinstance(work, LaunchSpec)
+    assert isinstance(work.kernel, KernelSource)

@@ -31,10 +31,17 @@ def plan_launches(plan: Plan, tables: Sequence[Table], sm: int) -> CodeWriter:
         by_tactic = {}
         for max_tokens, tactic in table:
             assert tactic.launches is not None
-            decode = None if tactic.decode is None else tactic.decode(call, max_tokens)
-            by_tactic[tactic.name] = tactic.launches(call, max_tokens), decode
+            rows = min(max_tokens, _most_rows(plan, instruction))
+            decode = None if tactic.decode is None else tactic.decode(call, rows)
+            by_tactic[tactic.name] = tactic.launches(call, rows), decode
         writer.add(by_tactic)
     return writer
+
+
+def _most_rows(plan: Plan, instruction: Instruction) -> int:
+    """Rows that the instruction's operands have room for: of logits there are fewer than tokens."""
+    dims = [plan.operands[i].shape[0] for i in instruction.outputs]
+    return min((plan.dims[d] for d in dims if isinstance(d, str) and d in plan.dims), default=plan.dims["T"])
 
 
 def call_spec(plan: Plan, instruction: Instruction) -> CallSpec:

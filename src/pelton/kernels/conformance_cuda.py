@@ -116,9 +116,10 @@ def _decodes(op: Op, sample: Sample) -> bool:
 def _cast(op: Op, sample: Sample, dtype: Any, name: str) -> Sample:
     """The sample, called ``name``, with its activations, weights and caches in ``dtype``.
 
-    Tables of angles and scales of caches stay float32, caches of 8 bits as they are.
+    Tables of angles, scales of caches and vectors that engines store as float32 stay so, caches of 8 bits as
+    they are.
     """
-    keep = {"cos_sin", "inv_freq", "k_scale", "v_scale"}
+    keep = {"cos_sin", "inv_freq", "k_scale", "v_scale", "bias", "norm_weight"}
     args = []
     for parameter, value in zip(op.torch_op._schema.arguments, sample.args, strict=False):
         convert = isinstance(value, torch.Tensor) and value.is_floating_point() and parameter.name not in keep
@@ -171,7 +172,8 @@ def call_of(case: Case) -> CaseCall:
     call = CallSpec(inputs=inputs, outputs=tuple(spec(t) for t in expected), attrs=attrs)
     describe = tactic.decode if case.decode else tactic.launches
     assert describe is not None
-    largest = tactic.largest_tokens or tokens
+    # A tensor map describes all rows of the largest step: here, those that are there.
+    largest = tokens if tactic.sm else tactic.largest_tokens or tokens
     return CaseCall(
         spec=call,
         dims=dims,

@@ -14,8 +14,9 @@ import msgspec
 
 Dim = int | str
 
-#: Whether kernels that can are launched while the one before them still runs.
-OVERLAP = False
+#: Dynamic shared memory, bytes, of programs of which three share a multiprocessor of an H100 or H200: what
+#: kernels of a decode step that overlap are padded to, so that each has the place of one that ended.
+FOOTPRINT = 74 << 10
 #: The workspace begins with this many int32 zeros, for kernels whose programs count each other.
 COUNTERS = 1 << 14
 COUNTER_BYTES = 4 * COUNTERS
@@ -258,7 +259,7 @@ class Builder:
             aligned=frozenset(self._aligned),
             num_warps=num_warps,
             num_stages=num_stages,
-            dependent=dependent and OVERLAP,
+            dependent=dependent,
         )
         return LaunchSpec(source, grid, tuple(self._arguments), footprint)
 
@@ -291,6 +292,10 @@ class CudaBuilder:
         assert self._call.input(index).aligned
         return self._add(Argument("tensor_map", index=index, map=map))
 
+    def nothing(self) -> CudaBuilder:
+        """In the place of an address that the kernel does not use."""
+        return self._add(Argument("workspace"))
+
     def workspace(self, offset: int = 0) -> CudaBuilder:
         """``offset``: bytes, a multiple of 16; the reserved counters are not in the way."""
         return self._add(Argument("workspace", offset=COUNTER_BYTES + offset))
@@ -315,7 +320,9 @@ class CudaBuilder:
         threads: int,
         shared: int,
         suffix: str = "",
+        dependent: bool = False,
     ) -> LaunchSpec:
+        """``dependent``: of a kernel that waits for the one before it itself."""
         source = CudaSource(
             file=self._file,
             function=self._function,
@@ -323,6 +330,7 @@ class CudaBuilder:
             threads=threads,
             shared=shared,
             suffix=suffix,
+            dependent=dependent,
         )
         return LaunchSpec(source, grid, tuple(self._arguments))
 

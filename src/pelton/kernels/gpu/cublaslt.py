@@ -20,6 +20,8 @@ _COMPUTE_32F, _R_32F = 68, 0
 _TRANSA, _TRANSPOSED = 3, 1
 _MAX_WORKSPACE = 1
 WORKSPACE_BYTES = 32 << 20
+#: Steps of so many tokens more have algorithms of their own.
+_TOKENS = 8
 
 
 class _Heuristic(C.Structure):
@@ -139,6 +141,16 @@ class CublasLt:
     def _plan(
         self, tokens: int, n: int, k: int, x_row: int, dtype: str, out_dtype: str, residual_row: int
     ) -> tuple[Any, ...]:
+        """The algorithm is that of the next multiple of eight tokens: a step gives the same bits as it does
+        padded to a graph's size, of those up to 64."""
+        rounded = -(-tokens // _TOKENS) * _TOKENS
+        if rounded != tokens:
+            key = (rounded, n, k, x_row, dtype, out_dtype, residual_row)
+            if key not in self._plans:
+                self._plans[key] = self._plan(*key)
+            description, a, *_, algorithm = self._plans[key]
+            b, c = _layout(dtype, k, tokens, x_row), _layout(out_dtype, n, tokens, residual_row)
+            return description, a, b, c, _layout(out_dtype, n, tokens, n), algorithm
         description = C.c_void_p()
         _call("cublasLtMatmulDescCreate", C.byref(description), _COMPUTE_32F, _R_32F)
         transposed = C.c_int32(_TRANSPOSED)

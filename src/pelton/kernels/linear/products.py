@@ -16,6 +16,7 @@ from pelton.kernels.gated_activation.cuda import KINDS
 from pelton.kernels.gated_activation.cuda import MODULE as GATED
 from pelton.kernels.launch import (
     COUNTERS,
+    FOOTPRINT,
     Argument,
     Builder,
     CallSpec,
@@ -26,10 +27,14 @@ from pelton.kernels.launch import (
     rows,
     workspace,
 )
+from pelton.kernels.linear import hopper
 from pelton.kernels.linear.tiles import (
+    GEMV_PREFETCH,
     GemvTiles,
+    HopperTiles,
     StreamTiles,
     gemv_tiles,
+    hopper_tiles,
     invariant_tiles,
     stream_tiles,
 )
@@ -40,6 +45,10 @@ GEMV = "pelton.kernels.linear.triton_gemv"
 GEMM = "pelton.kernels.linear.triton_gemm"
 STREAM = "pelton.kernels.linear.triton_stream"
 _DENSE = ("float32", "float16", "bfloat16")
+#: Steps, tokens, that the kernel of sm_90 has forms for.
+_HOPPER_TOKENS = (8, 16)
+#: Columns whose norm's weights that kernel keeps beside its tiles.
+_MOST_NORMED = 1 << 13
 #: Parts of the workspace begin at multiples of so many bytes.
 _ALIGN = 256
 
@@ -82,6 +91,25 @@ def _supports_cublaslt(form: Form, node: NodeSpec) -> bool:
     )
 
 
+def _supports_hopper(form: Form, node: NodeSpec) -> bool:
+    x, weight, bias = node.inputs[:3]
+    assert x is not None
+    assert weight is not None
+    k = int(weight.shape[1])
+    vectors = [bias, None if form.norm is None else node.inputs[form.norm]]
+    residual = x if form.residual is None else node.inputs[form.residual]
+    return (
+        supports_dense(form, node)
+        and residual is not None
+        # Normed, x is multiplied by the norm's weight before it is scaled: too much for float16.
+        and x.dtype in (("bfloat16",) if form.norm is not None else ("bfloat16", "float16"))
+        and x.dtype == residual.dtype == (weight.quant or weight.dtype)
+        and all(v is None or v.dtype == "float32" for v in vectors)
+        and k % 8 == 0
+        and (form.norm is None or k <= _MOST_NORMED)
+    )
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
@@ -103,6 +131,11 @@ class _Product:
         self.itemsize = max(ITEMSIZE[self.weight.dtype], ITEMSIZE[self.x.dtype])
         self.scratch = _normed_bytes(form, self.k, self.x.dtype, max_tokens)
         """Where the workspace is free, in bytes."""
+
+    def copies(self) -> bool:
+        """Whether x and its rows lie as tensor copies want them."""
+        others = [o for o in (self.x, *self.call.inputs[1:], *self.call.outputs) if o is not None]
+        return self.x.strides[0] % 8 == 0 and all(o.aligned for o in others)
 
     def norm(self) -> tuple[Work, ...]:
         """The norm into the workspace, where the op has one."""
@@ -136,7 +169,8 @@ def gemv(form: Form, call: CallSpec, tiles: GemvTiles, prefetch: int = 0) -> Wor
     programs = min(tiles.programs, -(-p.n // tiles.block_n))
     b.constants(BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, PROGRAMS=programs, STAGES=tiles.stages)
     b.constants(PREFETCH=_prefetch(p, prefetch))
-    return b.launch((Term(times=programs),), (rows(p.x),), num_warps=tiles.warps, dependent=True)
+    grid = (Term(times=programs),), (rows(p.x),)
+    return b.launch(*grid, num_warps=tiles.warps, dependent=True, footprint=FOOTPRINT)
 
 
 def stream(
@@ -152,6 +186,22 @@ def stream(
     assert not shared or -(-p.n // tiles.block_n) * -(-max_tokens // tiles.block_m) <= COUNTERS
     grid = (Term(times=tiles.programs),), (rows(p.x, tiles.block_m),)
     return *p.norm(), b.launch(*grid, num_warps=tiles.warps, dependent=True)
+
+
+def hopper_product(form: Form, call: CallSpec, tiles: HopperTiles, max_tokens: int) -> Work:
+    """One kernel, the norm included."""
+    p = _Product(form, call, max_tokens)
+    product = hopper.HopperProduct(
+        n=p.n,
+        k=p.k,
+        kind=p.kind,
+        dtype=p.x.dtype,
+        max_tokens=max_tokens,
+        residual=form.residual,
+        norm=form.norm,
+        bias=call.inputs[2] is not None,
+    )
+    return hopper.product(call, product, tiles)
 
 
 def _prefetch(p: _Product, nbytes: int) -> int:
@@ -246,6 +296,7 @@ def tactics(op: str, form: Form) -> list[Tactic]:
         supports: Callable[[Form, NodeSpec], bool] = supports_dense,
         largest: int = 0,
         invariant: bool = False,
+        sm: int = 0,
     ) -> Tactic:
         return Tactic(
             name=f"cuda.{op}.{name}",
@@ -256,13 +307,15 @@ def tactics(op: str, form: Form) -> list[Tactic]:
             precision="bfloat16",
             batch_invariant=invariant,
             largest_tokens=largest,
+            sm=sm,
             workspace=nbytes,
             launches=launches,
         )
 
     def gemv_launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
         p = _Product(form, call, 1)
-        return (gemv(form, call, gemv_tiles(p.n, p.k, form.gated)),)
+        tiles = gemv_tiles(p.n, p.k, form.gated, form.norm is not None)
+        return (gemv(form, call, tiles, GEMV_PREFETCH),)
 
     def stream_launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
         p = _Product(form, call, max_tokens)
@@ -271,6 +324,15 @@ def tactics(op: str, form: Form) -> list[Tactic]:
     def stream_nbytes(node: NodeSpec, max_tokens: int) -> int:
         n, k, _, itemsize = _node_sizes(form, node)
         return _stream_bytes(form, node, max_tokens, stream_tiles(n, k, max_tokens, form.gated, itemsize))
+
+    def hopper_launches(largest: int) -> Launches:
+        def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+            p = _Product(form, call, max_tokens)
+            if not p.copies():
+                return stream_launches(call, max_tokens)
+            return (hopper_product(form, call, hopper_tiles(p.n, largest, form.gated), max_tokens),)
+
+        return launches
 
     def invariant_nbytes(node: NodeSpec, max_tokens: int) -> int:
         n, _, _, itemsize = _node_sizes(form, node)
@@ -281,8 +343,20 @@ def tactics(op: str, form: Form) -> list[Tactic]:
         return _normed_bytes(form, k, dtype, max_tokens)
 
     return [
-        tactic("gemv", gemv_launches, 40, lambda node, tokens: 0, _supports_gemv, largest=1),
-        *(tactic(f"stream{m}", stream_launches, 30, stream_nbytes, largest=m) for m in (16, 32, 64)),
+        *(
+            # The fewer tokens it is for, the sooner it is taken.
+            tactic(
+                f"hopper{m}", hopper_launches(m), 60 - i, stream_nbytes, _supports_hopper, largest=m, sm=90
+            )
+            for i, m in enumerate(_HOPPER_TOKENS)
+        ),
+        tactic("gemv", gemv_launches, 70, lambda node, tokens: 0, _supports_gemv, largest=1),
+        tactic("stream16", stream_launches, 30, stream_nbytes, largest=16),
+        # Where cuBLASLt cannot: its own are as fast.
+        *(
+            tactic(f"stream{m}", stream_launches, p, stream_nbytes, largest=m)
+            for m, p in ((32, 15), (64, 14))
+        ),
         tactic(
             "cublaslt",
             lambda call, tokens: cublaslt(form, call, tokens),

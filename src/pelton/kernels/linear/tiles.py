@@ -19,9 +19,18 @@ class GemvTiles:
     warps: int
 
 
-def gemv_tiles(n: int, k: int, gated: bool) -> GemvTiles:
-    """For ``n`` results of one token. Gated, a result takes two rows of the weight."""
-    return GemvTiles(2 if gated else 4, 1024 if k >= 1024 else 256, 3 * PROCESSORS, 4, 4)
+def gemv_tiles(n: int, k: int, gated: bool, normed: bool) -> GemvTiles:
+    """For ``n`` results of one token. Gated, a result takes two rows of the weight.
+
+    Three programs a multiprocessor, as many as their ``launch.FOOTPRINT`` lets there be. Normed, the norm's
+    weight is read for every tile of rows: taller ones read it less often.
+    """
+    block_n = 8 if normed and not gated else 4
+    return GemvTiles(block_n, 1024 if k >= 1024 else 256, 3 * PROCESSORS, 4 if not normed else 3, 4)
+
+
+#: Bytes of a row that are read into L2 before a program of one token's product waits.
+GEMV_PREFETCH = 1024
 
 
 @dataclass(frozen=True)
@@ -58,3 +67,33 @@ def invariant_tiles(n: int, itemsize: int, gated: bool) -> StreamTiles:
     """One shape of tile for every step, a program each: a row's sum runs over its columns in one order."""
     block_n = 32 if gated else 64
     return StreamTiles(64, block_n, 64 if itemsize == 2 else 32, -(-n // block_n), 3, 4)
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """How ``hopper_rows.cu`` takes a product (its constants of the same names say more).
+
+    ``tokens`` (8, 16) and ``rows`` of the weight at a time; ``boxes`` of 64 columns that are copied
+    together; ``warps`` that multiply, in ``splits``.
+    """
+
+    tokens: int
+    rows: int
+    boxes: int
+    warps: int
+    splits: int
+
+
+def hopper_tiles(n: int, tokens: int, gated: bool) -> HopperTiles:
+    """For ``n`` results of each of up to ``tokens`` tokens on an sm_90: a tile of rows for every
+    multiprocessor where that is not too tall."""
+    tall = -(-(2 * n if gated else n) // (16 * PROCESSORS))  # in sixteens
+    if tall <= 3:  # short: the warps share columns, not rows
+        return HopperTiles(tokens, 16 * tall, 4 if tokens == 8 else 2, 8, 8)
+    if tokens == 8:
+        return HopperTiles(8, 32, 4, 8, 8)
+    if tall > 16:
+        return HopperTiles(tokens, 128, 1, 8, 1)
+    each = 1 if tall <= 8 else 2
+    warps = -(-tall // each)
+    return HopperTiles(tokens, 16 * each * warps, 1, warps, 1)

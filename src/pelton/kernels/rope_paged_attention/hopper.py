@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from pelton.kernels import launch
-from pelton.kernels.launch import CallSpec, CudaBuilder, CudaSource, Term, Work, rows
+from pelton.kernels.launch import CallSpec, CudaBuilder, Term, Work, rows
 from pelton.kernels.paged_attention import hopper
 from pelton.kernels.rope_paged_attention import cuda
 from pelton.kernels.tactic import NodeSpec, Tactic
@@ -85,9 +84,9 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
         },
         threads=32 * (WARPS + 1),
         shared=shared,
+        dependent=True,
     )
-    assert isinstance(spec.kernel, CudaSource)
-    return (replace(spec, kernel=replace(spec.kernel, dependent=launch.OVERLAP)),)
+    return (spec,)
 
 
 def fits(call: CallSpec) -> bool:
