@@ -129,8 +129,8 @@ CONFIGS: dict[str, tuple[Any, Pack, str]] = {
     "unknown method": (
         {"quant_method": "aqlm"},
         gptq,
-        "is quantised with aqlm, which Pelton does not read (it reads gptq, awq, compressed-tensors, fp8, "
-        "fbgemm_fp8, modelopt, bitsandbytes and GGUF files); use the unquantised checkpoint",
+        "is quantised with aqlm, which Pelton does not read (it reads gptq, awq, compressed-tensors, "
+        "auto-round, fp8, fbgemm_fp8, modelopt, bitsandbytes and GGUF files); use the unquantised checkpoint",
     ),
     "no method": ({"bits": 4}, gptq, "is quantised with ?, which Pelton does not read"),
     "not an object": (["gptq"], gptq, "quantization_config is not an object"),

@@ -193,3 +193,29 @@ def test_settings_in_a_file_of_their_own(file: str, tmp_path: Path) -> None:
         model = quantized_checkpoint(tmp_path / "m", None, lambda w, name: packers.awq(w))
     (tmp_path / "m" / file).write_text(json.dumps(settings))
     assert_same_weights(open_checkpoint(tmp_path / "m"), model)
+
+
+@pytest.mark.parametrize("packing", ["auto_round", "auto_round:auto_gptq", "auto_round:auto_awq"])
+def test_auto_round(packing: str, tmp_path: Path) -> None:
+    config = {
+        "quant_method": "auto-round",
+        "packing_format": packing,
+        "bits": 4,
+        "group_size": 64,
+        "sym": False,
+        "data_type": "int",
+    }
+    if "awq" not in packing:
+        config["extra_config"] = {"model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 32}}
+
+    def pack(weight: torch.Tensor, name: str) -> Packed:
+        if "awq" in packing:
+            return packers.awq(weight, group=64)
+        version = "gptq" if packing.endswith("gptq") else "gptq_v2"
+        own = {"bits": 8, "group": 32} if "down_proj" in name else {"bits": 4, "group": 64}
+        packed = packers.gptq(weight, sym=False, version=version, **own)
+        del packed.tensors["g_idx"]
+        return packed
+
+    model = quantized_checkpoint(tmp_path / "m", config, pack, num_hidden_layers=1)
+    assert_same_weights(open_checkpoint(tmp_path / "m"), model)

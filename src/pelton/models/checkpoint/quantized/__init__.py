@@ -8,6 +8,7 @@ from typing import Any
 
 from pelton.errors import CheckpointError
 from pelton.models.checkpoint.json_file import read_json
+from pelton.models.checkpoint.quantized.auto_round import auto_round_weights
 from pelton.models.checkpoint.quantized.awq import awq_weights
 from pelton.models.checkpoint.quantized.bitsandbytes import bitsandbytes_weights
 from pelton.models.checkpoint.quantized.compressed_tensors import compressed_weights
@@ -22,6 +23,7 @@ METHODS: Mapping[str, Callable[[Settings, StoredTensors], Iterator[QuantizedWeig
     "gptq": gptq_weights,
     "awq": awq_weights,
     "compressed-tensors": compressed_weights,
+    "auto-round": auto_round_weights,
     "fp8": fp8_weights,
     "fbgemm_fp8": fbgemm_weights,
     "modelopt": modelopt_weights,
