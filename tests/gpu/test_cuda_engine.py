@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pelton.engine.batch import InputBatch
+from pelton.engine.batch_sampling import PendingStep, SamplingInputs
 from pelton.engine.session import Session
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.executor import Executor
-from pelton.runtime.request import SamplingParams
+from pelton.runtime.request import RequestUpdate, SamplingParams
 from pelton.runtime.validation import resolve_requests
 from tests.e2e.stepper import Stepper, relative_error
 
@@ -111,6 +113,69 @@ def test_running_ahead_gives_the_answers_of_the_host_s_sampler(engine: tuple[Pat
     same = sum(ahead[r] == host[r] for r in host)
     assert same >= len(params) - 1, (ahead, host)
     assert all(ahead[str(i)] == host[str(i)] for i in range(4))
+
+
+EDITS: list[dict[str, object]] = [
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 1.2, "frequency_penalty": 0.6},
+    {"logit_bias": {3: 5.0, 77: 6.0, 499: -9.0}, "repetition_penalty": 1.2},
+    {"allowed_token_ids": tuple(range(100, 200))},
+    {"min_tokens": 20, "stop_token_ids": tuple(range(0, 500, 2))},
+    {"logprobs": 5},
+    {"logprobs": 2, "frequency_penalty": 1.0},
+    {"logprobs": 0, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1},
+]
+
+
+def updates_of(session: Session, ahead: bool, num_seqs: int) -> tuple[int, dict[str, list[RequestUpdate]]]:
+    """How often the device sampled, and what each request of ``EDITS`` got, twice over."""
+    executor = Executor(session, ExecutorConfig(max_num_seqs=num_seqs))
+    if not ahead:
+        executor._ahead = None
+    submits, submit = 0, session.submit
+    rng, got = np.random.default_rng(6), dict[str, list[RequestUpdate]]()
+
+    def counted(batch: InputBatch, sampling: SamplingInputs) -> PendingStep:
+        nonlocal submits
+        submits += 1
+        return submit(batch, sampling)
+
+    session.submit = counted  # type: ignore[method-assign]
+    for i, one in enumerate(EDITS * 2):
+        ids = rng.integers(0, 500, int(rng.integers(1, 60))).tolist()
+        params = SamplingParams(
+            **{"temperature": 0.0, "max_tokens": 24, "seed": i, "ignore_eos": True, **one}
+        )  # type: ignore[arg-type]
+        for request in resolve_requests(ids, params, session.config, None, str(i), 0):
+            executor.add(request)
+    while executor.has_work:
+        for update in executor.step():
+            assert update.finish_reason != "error", update.error
+            got.setdefault(update.request_id, []).append(update)
+    session.submit = submit  # type: ignore[method-assign]
+    return submits, got
+
+
+def test_edited_and_scored_requests_answer_as_if_the_host_sampled(engine: tuple[Path, str]) -> None:
+    """In fewer seats than requests, so that seats are given away."""
+    path, _ = engine
+    with Session(path, kv_blocks=600) as session:
+        submits, ahead = updates_of(session, True, 5)
+        none, host = updates_of(session, False, 5)
+    assert submits > 20
+    assert none == 0
+    same = 0
+    for request, wanted in host.items():
+        tokens, expected = ([t for u in us for t in u.new_token_ids] for us in (ahead[request], wanted))
+        if tokens != expected:  # a sum in float32 may move a draw at its edge
+            continue
+        same += 1
+        for a, b in zip(ahead[request], wanted, strict=True):
+            assert a.finish_reason == b.finish_reason
+            for x, y in zip(a.logprobs, b.logprobs, strict=True):
+                assert (x.rank, x.token_ids[0]) == (y.rank, y.token_ids[0])
+                np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-4)
+    assert same >= len(host) - 1, (ahead, host)
 
 
 def test_a_deterministic_engine_answers_alike_in_any_company(deterministic_engine: Path) -> None:
