@@ -28,6 +28,8 @@ class NullLibrary:
         self._memory: dict[int, tuple[mmap.mmap, Any]] = {}
         self._functions: dict[int, Body | None] = {}
         self.launches = 0
+        self.grid = (0, 0, 0)
+        """Of the launch whose body runs."""
         self.copies = 0
         self.copied_bytes = 0
 
@@ -90,10 +92,11 @@ class NullLibrary:
         self._functions[handle._obj.value] = self._kernels.get(name.decode())
         return 0
 
-    def cuLaunchKernelEx(self, _config: Any, function: Any, parameters: Any, _extra: Any) -> int:
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, _extra: Any) -> int:
         self.launches += 1
         body = self._functions[function.value]
         if body is not None:
+            self.grid = tuple(config._obj.grid)
             body(parameters)
         return 0
 
