@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pelton.builder.target import CPU, device_here
-from pelton.engine.config import BuildConfig, EngineConfig, KVGroup, MemoryPlan
+from pelton.engine.config import EngineConfig, KVGroup, MemoryPlan
 from pelton.engine.cuda.placement import usable_memory
+from pelton.engine.cuda.sampler import sampler_bytes
 from pelton.engine.kv_cache import block_bytes, sequence_blocks
 from pelton.engine.resources import available_memory, human_bytes
 from pelton.errors import ConfigError
@@ -93,7 +94,7 @@ def plan_budget(config: EngineConfig, free: int | None = None) -> Budget:
     assert build.max_batch_size and build.max_seq_len and build.block_size
     place = "this machine"
     if free is None:
-        free, place = _target_memory(build)
+        free, place = _target_memory(config)
     one = sequence_blocks(config) * build.block_size
     wanted = one * build.max_batch_size
     if free is None:
@@ -119,8 +120,9 @@ def plan_budget(config: EngineConfig, free: int | None = None) -> Budget:
     )
 
 
-def _target_memory(build: BuildConfig) -> tuple[int | None, str]:
-    """Bytes that an engine for ``build``'s target may take here, and of what."""
+def _target_memory(config: EngineConfig) -> tuple[int | None, str]:
+    """Bytes that an engine for ``config``'s target may take here besides what sampling takes, and of what."""
+    build = config.build
     target, fraction = str(build.target or CPU), build.gpu_memory_fraction
     if target == CPU:
         return available_memory(), "this machine"
@@ -128,7 +130,9 @@ def _target_memory(build: BuildConfig) -> tuple[int | None, str]:
     if device is None:
         return None, f"a GPU of {target}"
     assert fraction is not None
-    return usable_memory(device, fraction), device.name
+    assert build.max_batch_size
+    sampling = sampler_bytes(build.max_batch_size, build.max_batch_size, config.model.vocab_size)
+    return max(0, usable_memory(device, fraction) - sampling), device.name
 
 
 def _tokens_within(config: EngineConfig, nbytes: int) -> int:

@@ -14,7 +14,11 @@ _KEPT = 1024
 
 
 class HostTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step on the host, waiting for the device left out: of the last 1024 steps."""
+    """Seconds of a step on the host, waiting for the device left out: of the last 1024 steps.
+
+    A GPU's step that is launched kernel by kernel (one with a prompt's chunk) may wait for room in the
+    driver's queue, and that counts too.
+    """
 
     median: float
     p99: float
