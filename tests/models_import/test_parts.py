@@ -15,11 +15,12 @@ from pelton.ir.recipe import AddScalar, Rows, Source
 from pelton.models.registry import create_model
 from pelton.models.transformers_import.attention import NotImportable, window_of
 from pelton.models.transformers_import.model import ImportedCausalLM
-from pelton.passes import PASSES, PassContext, run_graph_passes
+from pelton.passes import PASSES, run_graph_passes
 from tests.ir.graph_forward import graph_forward
 from tests.models.oracle import hf_logits, read_from, relative_error, texts
 from tests.models.paged import PagedRunner, run_packed
 from tests.models_import.families import config_dict, make_model
+from tests.passes.support import FLOAT32
 
 PELTON = torch.ops.pelton
 
@@ -135,7 +136,7 @@ def test_layers_over_one_input_are_stacked(family: str, groups: int) -> None:
     """As in models with a file: q, k and v, and gate and up where there are two."""
     model, ours = imported(family)
     graph = trace(ours, max_seq_len=64, block_size=4)
-    reports = {r.name: r for r in run_graph_passes(PASSES, graph, PassContext(quant_of=lambda _: "float32"))}
+    reports = {r.name: r for r in run_graph_passes(PASSES, graph, FLOAT32)}
     assert reports["fuse_products"].changed == groups * ours.num_layers
     products = [n for n in graph.calls if op_name(n) in ("linear", "linear_gated")]
     assert len(products) == 4 * ours.num_layers + 1

@@ -84,8 +84,8 @@ def build(
     with PeakMemory() as peak, ExitStack() as inputs:
         with clock("open"):
             base = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-        with clock("quantise"):
-            wanted = config or BuildConfig()
+        wanted = config or BuildConfig()
+        with clock("quantise" if wanted.quant else "open"):
             opened = inputs.enter_context(
                 quantized_input(base, wanted.quant, output, clock.progress, dry_run=dry_run)
             )
