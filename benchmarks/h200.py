@@ -1,6 +1,7 @@
 """Pelton on one NVIDIA GPU at the shape of Llama-3.1-8B, beside the hardware's floor and vLLM's figures.
 
-    python benchmarks/h200.py [--engine DIR] [--only b,c,f] [--profile [FILE]] [--json FILE]
+    python benchmarks/h200.py [--quant fp8|int4|...] [--engine DIR] [--only b,c,f] [--profile [FILE]]
+        [--json FILE]
 
 The engine is built here from random weights (nothing is downloaded) and driven in this process, without a
 tokenizer or HTTP: answers (b, d, e, f) by an executor, as requests see them; first tokens by bare steps.
@@ -18,36 +19,14 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_profile import profiles
 from gpu_serving import answer_tokens, decode_step, start
 from gpu_steps import Driver
+from random_llama import LLAMA_8B, RandomLlama
 
 import pelton
-from pelton.builder.facts import expected_tensors
-from pelton.ir.tensors import HostTensor, f32_to_bf16
-from pelton.models.checkpoint import Checkpoint, TensorInfo
-from pelton.models.registry import create_model
-
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 16384,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "bos_token_id": 1,
-}
 
 #: (test, size) -> floor, vLLM, goal: milliseconds.
 TABLE = {
@@ -63,6 +42,22 @@ TABLE = {
     ("f", 128): (7.6, 10.6, 8.5),
     ("f", 256): (13.2, 18.0, 14.5),
 }
+#: The same of 8-bit weights, and of the layers' products in 4 bits (no peer was measured).
+TABLES = {
+    "bfloat16": TABLE,
+    "fp8_row": {
+        ("b", 1): (1.87, 3.47, 2.2),
+        ("c", 2048): (None, None, None),
+        ("f", 1): (1.91, 3.51, 2.25),
+        ("f", 8): (None, 3.82, 2.7),
+        ("f", 32): (None, 5.36, 3.7),
+        ("f", 64): (None, 6.11, 4.8),
+        ("f", 128): (None, 8.93, 7.0),
+        ("f", 256): (None, 15.4, 12.5),
+    },
+    "int4_g128": dict.fromkeys(TABLE, (None, None, None)) | {("b", 1): (1.1, None, 1.4)},
+}
+QUANTS = {"fp8": "fp8_row", "int8": "int8_row", "int4": "int4_g128"}
 #: (test, requests, prompt, answer) -> floor, vLLM, goal: output tokens per second.
 THROUGHPUT = {
     ("d", 512, 512, 256): (13600, 10016, 12300),
@@ -77,38 +72,12 @@ NAMES = {
 }
 
 
-class RandomLlama(Checkpoint):
-    """bfloat16 weights of ``config`` from one random block, repeated: made at the speed of a copy."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.name, self.path, self.config = "llama-8b-shape", Path("llama-8b-shape"), config
-        self.generation_config: dict[str, Any] = {}
-        model = create_model(config, max_seq_len=config["max_position_embeddings"])
-        self.tensors = {
-            name: TensorInfo(name=name, shape=shape, quant="bfloat16", nbytes=2 * int(np.prod(shape)))
-            for name, shape in expected_tensors(model).items()
-        }
-        values = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32)
-        self._block = f32_to_bf16(values * 0.02)
-        self._ones = f32_to_bf16(np.ones(1 << 14, np.float32))
-
-    def read(self, name: str) -> HostTensor:
-        shape = self.tensors[name].shape
-        source = self._ones if len(shape) == 1 else np.roll(self._block, len(name) * 977)
-        return HostTensor("bfloat16", shape, np.resize(source, shape))
-
-    def write_tokenizer(self, directory: Path) -> None:
-        (directory / "tokenizer.json").write_text("{}")
-        (directory / "special_tokens.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_ids": [2]}))
-
-    def files(self) -> Iterable[Path]:
-        return ()
-
-
-def measure(session: pelton.Session, driver: Driver, only: set[str]) -> dict[tuple[str, int], float]:
+def measure(
+    session: pelton.Session, driver: Driver, only: set[str], table: Iterable[tuple[str, int]] = TABLE
+) -> dict[tuple[str, int], float]:
     """Milliseconds by test and size."""
     found = {}
-    for test, size in TABLE:
+    for test, size in table:
         if test not in only:
             continue
         if test == "b":
@@ -166,7 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engine", type=Path, default=Path(".cache/llama-8b-shape.engine"))
+    parser.add_argument("--engine", type=Path)
+    parser.add_argument("--quant", default="bfloat16", help="fp8, int8, int4 or a block type, of the layers")
     parser.add_argument("--only", default="a,b,c,d,e,f")
     parser.add_argument("--deterministic", action="store_true", help="an engine of that kind")
     parser.add_argument(
@@ -179,6 +149,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    quant = QUANTS.get(args.quant, args.quant)
+    table = TABLES.get(quant, dict.fromkeys(TABLE, (None, None, None)))
+    args.engine = args.engine or Path(f".cache/llama-8b-shape-{quant}.engine")
     if not args.engine.exists():
         args.engine.parent.mkdir(parents=True, exist_ok=True)
         config = pelton.BuildConfig(
@@ -187,9 +160,10 @@ def main() -> None:
             max_seq_len=8448,
             max_num_tokens=8192,
             max_batch_size=512,
+            activations="fp8" if quant == "fp8_row" else None,
             deterministic=args.deterministic,
         )
-        report = pelton.build(RandomLlama(LLAMA_8B), config, output=args.engine, check=False)
+        report = pelton.build(RandomLlama(LLAMA_8B, quant), config, output=args.engine, check=False)
         print(report.text(), flush=True)
     if "a" in args.only.split(","):
         seconds = statistics.median(first_token_seconds(args.engine) for _ in range(3))
@@ -200,12 +174,12 @@ def main() -> None:
     with pelton.Session(args.engine) as session:
         print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)
         driver = Driver(session)
-        found = measure(session, driver, set(args.only.split(",")))
+        found = measure(session, driver, set(args.only.split(",")), table)
         print(f"{'test':<44}{'floor':>8}{'vLLM':>8}{'goal':>8}{'Pelton':>9}{'/vLLM':>7}")
         for key, ms in found.items():
-            floor, peer, goal = TABLE[key]
-            name = NAMES[key[0]].format(key[1])
-            print(f"{name:<44}{floor or '':>8}{peer:>8}{goal:>8}{ms:>9.2f}{ms / peer:>7.2f}", flush=True)
+            floor, peer, goal = table[key]
+            name, ratio = NAMES[key[0]].format(key[1]), f"{ms / peer:.2f}" if peer else ""
+            print(f"{name:<44}{floor or '':>8}{peer or '':>8}{goal or '':>8}{ms:>9.2f}{ratio:>7}", flush=True)
         for (test, requests, prompt, answer), (floor, peer, goal) in THROUGHPUT.items():
             if test in args.only.split(","):
                 throughput(session, 16, 64, 64)  # loads kernels

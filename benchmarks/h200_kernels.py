@@ -280,7 +280,10 @@ class Bench:
                     values.append(C.c_float(argument.value))
                 case "tensor_map":
                     assert argument.map is not None
-                    values.append(tensor_map(inputs[argument.index], argument.map))
+                    place = self.workspace.address + argument.offset
+                    if argument.of != "workspace":
+                        place = (inputs if argument.of == "input" else outputs)[argument.index]
+                    values.append(tensor_map(place, argument.map))
                 case _:
                     values.append(C.c_int32(int(argument.value)))
         values += [C.c_uint64(0)] * cubin.scratch

@@ -107,7 +107,10 @@ NATIVE_BLOCK_TYPES = (
 )
 
 #: Block types that the GPU's kernels read; others are stored dequantised in the build's ``dtype``.
-GPU_BLOCK_TYPES: tuple[str, ...] = ()
+GPU_BLOCK_TYPES = tuple(GROUP_BLOCK_TYPES)
+
+#: Block types that kernels of some device read.
+PACKED_TYPES = tuple(dict.fromkeys(NATIVE_BLOCK_TYPES + GPU_BLOCK_TYPES))
 
 
 def is_dense(quant: str) -> bool:

@@ -160,7 +160,7 @@ def test_a_gpu_is_not_found_by_a_made_up_name() -> None:
 
 
 def test_settings_of_cpu_engines_are_refused_for_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="activations 'int8' is for CPU engines"):
+    with pytest.raises(ConfigError, match="activations 'int8' does not fit this build"):
         resolve(BuildConfig(target="sm_90", activations="int8"), facts(q4_1=1000))
     with pytest.raises(ConfigError, match="cpu_level is for CPU engines"):
         resolve(BuildConfig(target="sm_90", cpu_level="avx2"), facts(bfloat16=1000))
@@ -173,3 +173,31 @@ def test_caches_of_8_bits_on_gpus() -> None:
     assert config.kv_dtype == "int8"
     with pytest.raises(ConfigError, match=r"needs a GPU that converts fp8.*target is sm_80.*use int8"):
         resolve(BuildConfig(target="sm_80", kv_dtype="fp8"), facts(bfloat16=1000))
+
+
+def test_inputs_of_products_are_quantised_on_gpus_as_the_checkpoint_or_the_user_says() -> None:
+    fp8 = CheckpointFacts(
+        max_position_embeddings=2048,
+        matrix_elements={"fp8_row": 1000, "bfloat16": 10},
+        quantised_inputs=frozenset({"fp8"}),
+    )
+    config, notes = resolve(BuildConfig(target="sm_90"), fp8)
+    assert (config.dtype, config.activations, config.kv_dtype) == ("bfloat16", "fp8", "bfloat16")
+    assert "quantise the inputs of products to fp8" in "\n".join(notes)
+    config, _ = resolve(BuildConfig(target="sm_90", activations="bfloat16"), fp8)
+    assert config.activations == "bfloat16"
+    with pytest.raises(ConfigError, match=r"'int8' does not fit this build \(known: bfloat16, fp8\)"):
+        resolve(BuildConfig(target="sm_90", activations="int8"), fp8)
+    config, _ = resolve(BuildConfig(target="sm_90", activations="int8"), facts(int8_row=1000, bfloat16=10))
+    assert config.activations == "int8"
+
+
+def test_a_checkpoint_with_two_kinds_of_quantised_inputs_keeps_them_whole() -> None:
+    mixed = CheckpointFacts(
+        max_position_embeddings=2048,
+        matrix_elements={"fp8_row": 10, "int8_row": 10, "bfloat16": 10},
+        quantised_inputs=frozenset({"fp8", "int8"}),
+    )
+    config, notes = resolve(BuildConfig(target="sm_90"), mixed)
+    assert config.activations == "bfloat16"
+    assert "int8 and fp8" in "\n".join(notes)

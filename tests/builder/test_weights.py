@@ -115,8 +115,11 @@ def test_an_engine_of_pieces_is_checked_against_a_reference_of_pieces(
         ("q4_0", "cpu", "q4_0"),
         ("q3_k", "cpu", "q8_0"),
         ("mxfp4", "cpu", "q8_0"),
-        ("q4_0", "sm_90", "bfloat16"),
+        ("q4_0", "sm_90", "int4_g32"),
+        ("q4_1", "sm_90", "bfloat16"),
         ("q3_k", "sm_90", "bfloat16"),
+        ("mxfp4", "sm_90", "mxfp4"),
+        ("int4_g128", "sm_90", "int4_g128"),
         ("float16", "cpu", "bfloat16"),
     ],
 )

@@ -11,7 +11,7 @@ from pelton.dtypes import BLOCK_TYPES, GGUF_BLOCK_TYPES, NATIVE_BLOCK_TYPES
 from pelton.ir.block_encoder import quantize
 from pelton.ir.blocks import dequantize
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
-from pelton.quant.repack import repack
+from pelton.quant.repack import EQUAL, repack
 
 GGUF_NATIVE = [quant for quant in NATIVE_BLOCK_TYPES if quant in GGUF_BLOCK_TYPES]
 
@@ -148,3 +148,11 @@ def test_bfloat16_rounds_to_nearest_even_and_keeps_specials() -> None:
     np.testing.assert_array_equal(
         bf16_to_f32(f32_to_bf16(np.array([np.inf, -np.inf, 0.0, -0.0], np.float32))), [np.inf, -np.inf, 0, 0]
     )
+
+
+@pytest.mark.parametrize("quant", sorted(EQUAL))
+def test_types_of_other_names_hold_the_same_values(quant: str) -> None:
+    tensor = quantize(np.random.default_rng(3).standard_normal((5, 96)).astype(np.float32), quant)
+    same, note = repack(tensor, EQUAL[quant])
+    assert (same.quant, note) == (EQUAL[quant], "")
+    assert np.array_equal(dequantize(same), dequantize(tensor))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pelton.dtypes import BLOCK_TYPES, GROUP_BLOCK_TYPES, NATIVE_BLOCK_TYPES, is_dense
+from pelton.dtypes import BLOCK_TYPES, GPU_BLOCK_TYPES, GROUP_BLOCK_TYPES, NATIVE_BLOCK_TYPES, is_dense
 from pelton.errors import ConfigError
 from pelton.ir import blocks, group_blocks
 from pelton.ir.tensors import HostTensor
@@ -13,6 +13,9 @@ from pelton.kernels.layouts import LAYOUTS
 
 DENSE = ("float32", "bfloat16", "float16")
 BLOCK = NATIVE_BLOCK_TYPES
+#: Layouts with the value types that they hold.
+HELD = [(layout, quant) for layout in ("rows", "x16") for quant in DENSE + BLOCK]
+HELD += [("mma16", quant) for quant in GPU_BLOCK_TYPES]
 SHAPES = ((16, 256), (1, 512), (33, 256), (48, 768))
 
 
@@ -28,11 +31,16 @@ def random_tensor(quant: str, shape: tuple[int, int], seed: int = 0) -> HostTens
     header = BLOCK_TYPES[quant].header
     raw = rng.integers(0, 256, (rows, BLOCK_TYPES[quant].row_bytes(cols)), dtype=np.uint8)
     if header:
+        if quant == "nvfp4":  # its e4m3 scales
+            raw[:, header::9] &= 0x77
         raw[:, :header] = rng.standard_normal((rows, 1)).astype(np.float32).view(np.uint8)
         return HostTensor(quant, shape, raw)
     view = blocks.blocks_view(raw, quant)
     if quant in GROUP_BLOCK_TYPES:
-        view["d"] = rng.standard_normal(view.shape)
+        for field in {"d", "s"} & set(view.dtype.names):
+            view[field] = (
+                rng.standard_normal(view.shape) if field == "d" else rng.integers(1, 120, view.shape)
+            )
         return HostTensor(quant, shape, raw)
     for field in ("d", "m", "dmin"):
         if field in view.dtype.names:
@@ -40,9 +48,12 @@ def random_tensor(quant: str, shape: tuple[int, int], seed: int = 0) -> HostTens
     return HostTensor(quant, shape, raw)
 
 
+def test_every_layout_is_tested() -> None:
+    assert {layout for layout, _ in HELD} == set(LAYOUTS)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("quant", DENSE + BLOCK)
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(("layout", "quant"), HELD)
 def test_packing_is_lossless(layout: str, quant: str, shape: tuple[int, int]) -> None:
     tensor = random_tensor(quant, shape)
     packed = LAYOUTS[layout].pack(tensor)
@@ -52,8 +63,7 @@ def test_packing_is_lossless(layout: str, quant: str, shape: tuple[int, int]) ->
     assert np.array_equal(raw, np.ascontiguousarray(tensor.data).view(np.uint8).reshape(shape[0], -1))
 
 
-@pytest.mark.parametrize("quant", DENSE + BLOCK)
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(("layout", "quant"), HELD)
 def test_unpacking_gives_the_exact_values(layout: str, quant: str) -> None:
     tensor = random_tensor(quant, (35, 512))
     values = LAYOUTS[layout].unpack(LAYOUTS[layout].pack(tensor), quant, tensor.shape)
@@ -64,10 +74,10 @@ def test_unpacking_gives_the_exact_values(layout: str, quant: str) -> None:
     else:
         want = tensor.data.astype(np.float32)
     assert values.dtype == np.float32
-    assert np.array_equal(values, want)
+    assert np.array_equal(values, want, equal_nan=True)  # e4m3 has NaN
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", ["rows", "x16"])
 def test_vectors_and_odd_dense_widths_pack(layout: str) -> None:
     for shape in ((5,), (17, 3), (2, 5, 7)):
         data = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -131,3 +141,41 @@ def test_x16_lowers_codes_of_eight_bits_to_signed_bytes() -> None:
     assert np.array_equal(packed[144:160].view(np.int8), z[:, 1].astype(np.int16) - 128)
     codes = packed[192:].view(np.int8).reshape(2, 8, 16, 4)
     assert codes[1, 3, 5, 2] == int(q[5, 32 + 14]) - 128
+
+
+@pytest.mark.parametrize(("quant", "cols"), [("int4_g32", 96), ("mxfp4", 32), ("nvfp4", 48), ("fp8_row", 37)])
+def test_mma16_pads_columns_to_whole_blocks_of_codes(quant: str, cols: int) -> None:
+    tensor = random_tensor(quant, (5, cols))
+    packed = LAYOUTS["mma16"].pack(tensor)
+    assert np.array_equal(LAYOUTS["mma16"].to_rows(packed, quant, tensor.shape), tensor.data)
+
+
+@pytest.mark.parametrize("quant", ["int4_g64", "int3_g128", "fp8_row", "int8_g32", "nvfp4"])
+def test_mma16_places_codes_where_lanes_need_them(quant: str) -> None:
+    """The value of row 8 h + g, column 16 s + 8 c + 2 q + e: lane 4 g + q, byte 8 s + 4 c + 2 h + e."""
+    tensor = random_tensor(quant, (32, 256))
+    codes = group_blocks.codes(tensor)[0]
+    panels = LAYOUTS["mma16"].pack(tensor).reshape(2, -1)
+    eight = group_blocks.bits_of(quant) == 8
+    for row, col in ((0, 0), (9, 13), (31, 255), (22, 70), (5, 97)):
+        g, h, c32 = row % 8, row % 16 // 8, col % 32
+        s, c, q, e = c32 // 16, c32 % 16 // 8, c32 % 8 // 2, c32 % 2
+        block = col // 32 if eight else col // 64
+        byte = panels[row // 16, 512 * block + 16 * (4 * g + q) + 8 * s + 4 * c + 2 * h + e]
+        assert codes[row, col] == (byte if eight else byte >> 4 * (col % 64 // 32) & 15)
+
+
+def test_mma16_puts_a_groups_scales_and_zero_points_together() -> None:
+    tensor = random_tensor("int4_g64", (16, 192))
+    _, d, z = group_blocks.codes(tensor)
+    assert z is not None
+    area = LAYOUTS["mma16"].pack(tensor)[3 * 512 :].reshape(3, 48)
+    for group in range(3):
+        assert np.array_equal(area[group, :32].view(np.float16), d[:, group].astype(np.float16))
+        assert np.array_equal(area[group, 32:], z[:, group])
+
+
+def test_mma16_refuses_what_it_does_not_hold() -> None:
+    for tensor in (random_tensor("q4_1", (16, 32)), HostTensor("float32", (4,), np.zeros(4, np.float32))):
+        with pytest.raises(ConfigError, match="mma16"):
+            LAYOUTS["mma16"].pack(tensor)

@@ -160,7 +160,7 @@ def compile_model(
             max_seq_len=config.max_seq_len,
             block_size=config.block_size,
             kv_dtype=config.kv_dtype,
-            dtype=config.activations if on_gpu else "float32",
+            dtype=config.dtype if on_gpu else "float32",
         )
     with clock("plan"):
         outcomes += run_graph_passes(PASSES, graph, context, explain)

@@ -29,7 +29,12 @@ def checkpoint_facts(checkpoint: Checkpoint, model: nn.CausalLM) -> CheckpointFa
     for info in readable(checkpoint).values():
         if len(info.shape) > 1:
             matrices[info.quant] = matrices.get(info.quant, 0) + math.prod(info.shape)
-    return CheckpointFacts(max_position_embeddings=model.max_position_embeddings, matrix_elements=matrices)
+    quantised = (checkpoint.activation_quant(name) for name in checkpoint.tensors)
+    return CheckpointFacts(
+        max_position_embeddings=model.max_position_embeddings,
+        matrix_elements=matrices,
+        quantised_inputs=frozenset(q.dtype for q in quantised if q is not None),
+    )
 
 
 def quant_elements(checkpoint: Checkpoint) -> dict[str, int]:

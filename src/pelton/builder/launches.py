@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pelton.builder.cubins import CodeWriter
 from pelton.builder.tactics import Table
-from pelton.dtypes import ITEMSIZE
+from pelton.dtypes import ITEMSIZE, is_dense
 from pelton.engine.plan import Instruction, Plan
 from pelton.errors import BuildError
 from pelton.kernels.launch import CallSpec, OperandSpec
@@ -55,6 +55,7 @@ def call_spec(plan: Plan, instruction: Instruction) -> CallSpec:
             shape=o.shape,
             strides=o.strides,
             aligned=o.offset * ITEMSIZE[buffer.dtype] % _ALIGNED == 0,
+            quant="" if is_dense(buffer.quant or buffer.dtype) else buffer.quant,
         )
 
     return CallSpec(

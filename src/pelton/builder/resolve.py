@@ -13,14 +13,16 @@ import msgspec
 
 from pelton.builder.profiles import apply_limits, resolve_profiles
 from pelton.builder.target import device_of, resolve_target, sm_of
-from pelton.dtypes import KV_CODES, is_dense
+from pelton.dtypes import GPU_BLOCK_TYPES, KV_CODES, is_dense
 from pelton.engine.config import BuildConfig
 from pelton.engine.cuda.placement import check_gpu_memory_fraction
 from pelton.engine.resources import cores
 from pelton.errors import ConfigError
 from pelton.kernels import native
 from pelton.kernels.cpu_levels import ANY, INCLUDES
+from pelton.kernels.linear.packed import X_CODES
 from pelton.passes import PASSES, Mode
+from pelton.quant.repack import EQUAL
 
 MAX_SEQ_LEN = 8192
 #: By kind of device: sequences and tokens in a step.
@@ -47,6 +49,8 @@ class CheckpointFacts:
     max_position_embeddings: int
     matrix_elements: Mapping[str, int]
     """Number of values of two-dimensional tensors by quant ("bfloat16", "q4_1", ...)."""
+    quantised_inputs: frozenset[str] = frozenset()
+    """Types to which the checkpoint says that inputs of products are quantised: int8, fp8."""
 
     @property
     def block_quantised(self) -> bool:
@@ -175,19 +179,16 @@ def _resolve_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[s
 
 def _resolve_gpu_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:
     """On a GPU the network computes in the type of its matrices, and caches in it."""
-    if facts.block_quantised:
-        if facts.dense_dtype in (None, "float32") and values["dtype"] == "float32":
-            values["dtype"] = "bfloat16"
+    if facts.block_quantised and facts.dense_dtype in (None, "float32") and values["dtype"] == "float32":
+        values["dtype"] = "bfloat16"
+    unread = sorted(
+        q for q in facts.matrix_elements if not is_dense(q) and EQUAL.get(q, q) not in GPU_BLOCK_TYPES
+    )
+    if unread:
         notes.append(
-            f"block-quantised weights are stored as {values['dtype']}: no GPU kernel reads blocks yet"
+            f"weights of {', '.join(unread)} are stored as {values['dtype']}: no GPU kernel reads them"
         )
-    wanted = values["activations"]
-    if wanted not in (None, values["dtype"]):
-        raise ConfigError(
-            f"activations {wanted!r} is for CPU engines: on a GPU they have dtype ({values['dtype']}); leave "
-            "activations out, or set dtype"
-        )
-    values["activations"] = values["dtype"]
+    _resolve_gpu_activations(values, facts, notes)
     if values["kv_dtype"] is None:
         values["kv_dtype"] = values["dtype"]
     _resolve_kv_dtype(values)
@@ -203,6 +204,28 @@ def _resolve_kv_dtype(values: dict[str, Any]) -> None:
     if wanted not in KV_DTYPES:
         wanted = _KV_ALIASES.get(wanted) or _choice("kv_dtype", wanted, (*KV_DTYPES, *_KV_ALIASES))
     values["kv_dtype"] = wanted
+
+
+def _resolve_gpu_activations(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:
+    """Inputs are codes where the checkpoint says so of its products, or where that is asked for."""
+    dtype, wanted = values["dtype"], values["activations"]
+    able = {code for quant, code in X_CODES.items() if facts.matrix_elements.get(quant)}
+    if wanted is None:
+        said = facts.quantised_inputs & able
+        values["activations"] = next(iter(said)) if len(said) == 1 else dtype
+        if len(said) == 1:
+            notes.append(
+                f"large steps quantise the inputs of products to {values['activations']}, token by token, as "
+                f"the checkpoint has it; activations {dtype} leaves them as they are"
+            )
+        elif said:
+            notes.append(f"inputs of products stay {dtype}: the checkpoint has int8 and fp8 ones")
+    elif wanted not in (dtype, *able):
+        known = ", ".join((dtype, *sorted(able)))
+        raise ConfigError(
+            f"activations {wanted!r} does not fit this build (known: {known}): on a GPU they have dtype, or "
+            "are int8 or fp8 as the weights are"
+        )
 
 
 def _resolve_threads(values: dict[str, Any], notes: list[str]) -> None:

@@ -29,7 +29,7 @@ from pelton.ir.recipe import Recipe, is_row_wise, rows
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
 from pelton.kernels.layouts import LAYOUTS
 from pelton.models.checkpoint import assert_finite, count_non_finite
-from pelton.quant.repack import FALLBACK, repack
+from pelton.quant.repack import EQUAL, FALLBACK, as_equal, repack
 
 #: Values made at a time, so that temporaries stay small.
 _CHUNK = 1 << 22
@@ -78,14 +78,16 @@ def stored_quant(quant: str, ndim: int, dtype: str, native: Collection[str], *, 
     ``native``: block types that the target's kernels read (``target.block_types``).
 
     Vectors (norms, biases) are float32: they are small and kernels read them as such. Dense
-    matrices take the build's ``dtype``; blocks stay as they are where kernels know them, and else become
-    ``FALLBACK`` or, where kernels do not know that either, dense. ``exact``, of a build in float32 all
-    through: they are dense then too, since ``FALLBACK`` would round them.
+    matrices take the build's ``dtype``; blocks stay as they are where kernels know them or a type that is
+    equal, and else become ``FALLBACK`` or, where kernels do not know that either, dense. ``exact``, of a
+    build in float32 all through: they are dense then too, since ``FALLBACK`` would round them.
     """
     if is_dense(quant):
         return dtype if ndim > 1 else "float32"
     if quant in native:
         return quant
+    if EQUAL.get(quant) in native:
+        return EQUAL[quant]
     return FALLBACK if FALLBACK in native and not exact else dtype
 
 
@@ -96,7 +98,8 @@ def exact_types(config: BuildConfig) -> bool:
 
 def is_rounded(quant: str, stored: str) -> bool:
     """Whether storing ``quant`` as ``stored`` may lose bits."""
-    return quant != stored and not (is_dense(quant) and stored == "float32")
+    same = quant == stored or EQUAL.get(quant) == stored
+    return not same and not (is_dense(quant) and stored == "float32")
 
 
 def write_weights(
@@ -155,6 +158,8 @@ def _rows(
         quant = infer_quant(recipe, tensors)
         if is_dense(quant) or is_dense(spec.quant) or quant == spec.quant:
             return lambda start, stop: evaluate(rows(recipe, start, stop), tensors.__getitem__), ""
+        if EQUAL.get(quant) == spec.quant:
+            return lambda start, stop: as_equal(evaluate(rows(recipe, start, stop), tensors.__getitem__)), ""
     tensor, note = unpacked(spec, read)
 
     def part(start: int, stop: int) -> HostTensor:

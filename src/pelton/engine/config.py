@@ -60,7 +60,8 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     quant: str | None = None
     """Recipe that the weights are quantised by first, of ``pelton quantize --list`` (none)."""
     activations: str | None = None
-    """Input precision of block-quantised matrix products: float32 or int8 (int8)."""
+    """Input precision of block-quantised matrix products: float32 or int8 (int8); of GPU engines ``dtype``,
+    or int8 or fp8 where weights are of that type (what the checkpoint says)."""
     kv_dtype: str | None = None
     """Type of cached keys and values: float32, float16, bfloat16, int8 or fp8 (float16, or float32 where
     weights and activations are). Those of 8 bits have a scale a KV head, measured on text at build."""

@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 
 #: Largest error that one instruction may add, by its precision: as in the conformance of ops, some of which
 #: stand for several and round less often than their references.
-BOUNDS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 1e-2, "int8": 4e-2}
+BOUNDS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 1e-2, "int8": 4e-2, "fp8": 1e-1}
 #: How much an instruction may enlarge the error of its inputs: sums may cancel, products may sharpen.
 AMPLIFICATION = 4.0
 

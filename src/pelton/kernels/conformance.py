@@ -111,7 +111,8 @@ def to_numpy(tensor: torch.Tensor) -> Array | NativeTensor:
     return array
 
 
-def _host_tensor(values: torch.Tensor, quant: str) -> HostTensor:
+def host_tensor(values: torch.Tensor, quant: str) -> HostTensor:
+    """``values`` rounded to ``quant``."""
     array = values.contiguous().float().numpy()
     if not is_dense(quant):
         return quantize(array, quant)
@@ -124,7 +125,7 @@ def _host_tensor(values: torch.Tensor, quant: str) -> HostTensor:
 
 def pack_weight(values: torch.Tensor, quant: str, layout: str) -> tuple[NativeTensor, torch.Tensor]:
     """(the packed weight, the values it stands for)."""
-    host = _host_tensor(values, quant)
+    host = host_tensor(values, quant)
     packed = native.aligned_empty(LAYOUTS[layout].nbytes(quant, host.shape))
     packed[:] = LAYOUTS[layout].pack(host)
     exact = torch.from_numpy(LAYOUTS[layout].unpack(packed, quant, host.shape).copy())

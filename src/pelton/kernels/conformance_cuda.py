@@ -9,26 +9,32 @@ sentinels, the workspace is NaN, and inputs must come back unchanged.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from pelton.dtypes import GPU_BLOCK_TYPES, is_dense
+from pelton.ir.blocks import dequantize
 from pelton.ir.op import Op, Sample
+from pelton.ir.tensors import HostTensor
 from pelton.kernels.conformance import (
     ConformanceError,
     compare,
+    host_tensor,
     node_spec,
     split_arguments,
     tolerance_of,
 )
 from pelton.kernels.launch import COUNTERS, Argument, CallSpec, KernelSource, LaunchSpec, OperandSpec, Work
+from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.tactic import Tactic, all_tactics
 
 #: Elements around an output that must stay as they were.
 MARGIN = 64
 _ELEMENTS = {"*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16, "*i32": torch.int32}
+_ELEMENTS["*u8"] = torch.uint8
 SENTINEL = 7.5
 #: Operands that are weights, by parts of their names: their sizes are fixed when an engine is built.
 _FIXED = ("weight", "bias", "inv_freq", "scales", "zeros", "order")
@@ -42,6 +48,8 @@ class Case:
     sample: Sample
     tactic: Tactic
     dtype: str
+    packed: Mapping[int, HostTensor] = field(default_factory=dict)
+    """Weights that stay packed, by argument; the sample has the values that they stand for."""
     decode: bool = False
     """Run what the tactic has for steps in which every sequence has one token."""
 
@@ -93,17 +101,18 @@ def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0, sm: int = 0) -> Iterat
     samples = op.samples(torch.Generator().manual_seed(seed)) if tactics else ()
     for number, sample in enumerate(samples):
         for dtype in dtypes:
-            if any(quant not in ("float32", "bfloat16") for quant in sample.quant.values()):
+            if any(quant not in ("float32", "bfloat16", *GPU_BLOCK_TYPES) for quant in sample.quant.values()):
                 continue
-            cast = _cast(op, sample, getattr(torch, dtype), f"{number} {sample.name}")
-            tokens = next(a.shape[0] for a in cast.args if isinstance(a, torch.Tensor))
-            for tactic in tactics:
-                fits = not tactic.largest_tokens or tokens <= tactic.largest_tokens
-                if not fits or not tactic.supports(node_spec(op, cast)):
-                    continue
-                yield Case(op, cast, tactic, dtype)
+            quants = {i: quant for i, quant in sample.quant.items() if not is_dense(quant)}
+            cast = _cast(op, replace(sample, quant=quants), dtype, f"{number} {sample.name}")
+            fitting = [t for t in tactics if _takes(t, op, cast) and _worth(t, quants.values(), dtype, sm)]
+            packed = {i: host_tensor(sample.args[i], quant) for i, quant in quants.items() if fitting}
+            for i, weight in packed.items():
+                cast.args[i].copy_(torch.from_numpy(dequantize(weight)))
+            for tactic in fitting:
+                yield Case(op, cast, tactic, dtype, packed)
                 if tactic.decode is not None and _decodes(op, cast):
-                    yield Case(op, cast, tactic, dtype, decode=True)
+                    yield Case(op, cast, tactic, dtype, packed, decode=True)
 
 
 def _decodes(op: Op, sample: Sample) -> bool:
@@ -113,19 +122,34 @@ def _decodes(op: Op, sample: Sample) -> bool:
     return bool(tokens == sequences)
 
 
-def _cast(op: Op, sample: Sample, dtype: Any, name: str) -> Sample:
+def _takes(tactic: Tactic, op: Op, sample: Sample) -> bool:
+    tokens = next(a.shape[0] for a in sample.args if isinstance(a, torch.Tensor))
+    return tactic.takes(tokens) and tactic.supports(node_spec(op, sample, tactic.precision))
+
+
+def _worth(tactic: Tactic, quants: Collection[str], dtype: str, sm: int) -> bool:
+    """Of most block types one type of activations will do, and the tactics for any number of tokens."""
+    if set(quants) <= {"int4_g128", "fp8_row"}:
+        return True
+    few = bool(tactic.largest_tokens) and not tactic.sm and tactic.precision not in ("int8", "fp8")
+    return dtype == ("bfloat16" if sm else "float32") and not few
+
+
+def _cast(op: Op, sample: Sample, dtype_name: str, name: str) -> Sample:
     """The sample, called ``name``, with its activations, weights and caches in ``dtype``.
 
     Tables of angles, scales of caches and vectors that engines store as float32 stay so, caches of 8 bits as
     they are.
     """
+    dtype = getattr(torch, dtype_name)
     keep = {"cos_sin", "inv_freq", "k_scale", "v_scale", "bias", "norm_weight"}
     args = []
     for parameter, value in zip(op.torch_op._schema.arguments, sample.args, strict=False):
         convert = isinstance(value, torch.Tensor) and value.is_floating_point() and parameter.name not in keep
         convert = convert and value.dtype != torch.float8_e4m3fn
         args.append(_like(value, dtype) if convert else value)
-    return Sample(args=tuple(args), name=name)
+    args = [a.clone() if i in sample.quant else a for i, a in enumerate(args)]
+    return Sample(args=tuple(args), name=name, quant=sample.quant)
 
 
 def _like(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
@@ -169,6 +193,11 @@ def call_of(case: Case) -> CaseCall:
     inputs = tuple(
         None if t is None else spec(t, is_fixed(name, t)) for name, t in zip(names, tensors, strict=True)
     )
+    for i, weight in case.packed.items():
+        tensors[i] = torch.from_numpy(LAYOUTS[tactic.weight_layouts[i]].pack(weight))
+        logical = inputs[i]
+        assert logical is not None
+        inputs = (*inputs[:i], replace(logical, dtype="uint8", quant=weight.quant), *inputs[i + 1 :])
     call = CallSpec(inputs=inputs, outputs=tuple(spec(t) for t in expected), attrs=attrs)
     describe = tactic.decode if case.decode else tactic.launches
     assert describe is not None
@@ -220,7 +249,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def tolerance_of_dtype(case: Case, want: torch.Tensor) -> float:
     """float32 runs are held to float32's bound whatever precision the tactic is for."""
     op = case.op
-    return op.tolerance["float32"] if case.dtype == "float32" else tolerance_of(op, case.tactic, want)
+    exact = case.dtype == "float32" and case.tactic.precision not in ("int8", "fp8")
+    return op.tolerance["float32"] if exact else tolerance_of(op, case.tactic, want)
 
 
 def span(tensor: torch.Tensor) -> int:

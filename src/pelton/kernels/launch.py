@@ -53,7 +53,8 @@ class Argument(msgspec.Struct, frozen=True, omit_defaults=True):
     - ``input``, ``output``: address of the call's operand ``index``;
     - ``workspace``: address ``offset`` bytes into the shared scratch;
     - ``dim``: a step's size, int32; ``int`` (int32), ``float`` (float32): ``value``;
-    - ``tensor_map``: 128 bytes that describe operand ``index`` of the side ``of`` as ``map``.
+    - ``tensor_map``: 128 bytes that describe operand ``index`` of the side ``of``, or the scratch from byte
+      ``offset`` on, as ``map``.
     """
 
     kind: Literal["input", "output", "workspace", "dim", "int", "float", "tensor_map"]
@@ -62,7 +63,7 @@ class Argument(msgspec.Struct, frozen=True, omit_defaults=True):
     dim: str = ""
     value: float = 0.0
     map: TensorMap | None = None
-    of: Literal["input", "output"] = "input"
+    of: Literal["input", "output", "workspace"] = "input"
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ class OperandSpec:
     strides: tuple[int, ...]
     aligned: bool = True
     """Whether its address is a multiple of 16 bytes."""
+    quant: str = ""
+    """Block type of a packed weight, whose ``dtype`` is uint8 and whose ``shape`` is that of its values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +299,10 @@ class CudaBuilder:
         """In the place of an address that the kernel does not use."""
         return self._add(Argument("workspace"))
 
+    def workspace_map(self, offset: int, map: TensorMap) -> CudaBuilder:
+        """``offset``: bytes behind the reserved counters, a multiple of 16."""
+        return self._add(Argument("tensor_map", offset=COUNTER_BYTES + offset, map=map, of="workspace"))
+
     def workspace(self, offset: int = 0) -> CudaBuilder:
         """``offset``: bytes, a multiple of 16; the reserved counters are not in the way."""
         return self._add(Argument("workspace", offset=COUNTER_BYTES + offset))
@@ -347,7 +354,7 @@ def on_behalf(
     def whole(argument: Argument) -> Argument:
         if argument.kind == "input":
             return inputs[argument.index]
-        if argument.kind == "tensor_map":
+        if argument.kind == "tensor_map" and argument.of != "workspace":
             operand = (inputs if argument.of == "input" else outputs)[argument.index]
             assert operand.kind in ("input", "output"), "tensor maps are of operands"
             return msgspec.structs.replace(argument, index=operand.index, of=operand.kind)

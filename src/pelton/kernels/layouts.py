@@ -24,6 +24,8 @@ low and g >= 4 in its high nibble; ``bit[row][j]`` holds the fifth bit of group 
 ``bits[g / 4][row][j]`` the upper two bits of group g at bit 2 (g % 4). So a 512-bit load is 16 rows times
 4 consecutive columns, whatever the type.
 
+``mma16``  Tensor-core fragments, of the block types that GPU kernels read (``gpu_layouts.py``).
+
 Every layout is lossless: ``to_rows(pack(t))`` gives back the checkpoint's bytes. Torch-free.
 """
 
@@ -40,6 +42,7 @@ from pelton.errors import ConfigError
 from pelton.ir import blocks
 from pelton.ir.group_blocks import bits_of, pack_bits, unpack_bits
 from pelton.ir.tensors import HostTensor, bf16_to_f32
+from pelton.kernels.gpu_layouts import Mma16Layout
 from pelton.registry import Registry
 
 Array = npt.NDArray[Any]
@@ -368,3 +371,4 @@ class X16Layout:
 LAYOUTS: Registry[Layout] = Registry("layout")
 LAYOUTS.add("rows", RowsLayout())
 LAYOUTS.add("x16", X16Layout())
+LAYOUTS.add("mma16", Mma16Layout())

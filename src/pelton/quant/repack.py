@@ -9,11 +9,24 @@ import numpy as np
 
 from pelton.dtypes import BLOCK_TYPES
 from pelton.ir.block_encoder import quantize
-from pelton.ir.blocks import dequantize, row_chunks
+from pelton.ir.blocks import blocks_view, dequantize, half, nibbles, row_chunks
+from pelton.ir.group_blocks import from_codes
 from pelton.ir.tensors import HostTensor
 
 #: What block types without kernels become.
 FALLBACK = "q8_0"
+#: GGUF's types whose values another type holds exactly: a scale for 32 codes, and one zero point.
+EQUAL = {"q4_0": "int4_g32", "q8_0": "int8_g32"}
+
+
+def as_equal(tensor: HostTensor) -> HostTensor:
+    """``tensor``, of a type of ``EQUAL``, in the type that is equal to it, bit for bit the same values."""
+    blocks = blocks_view(tensor.data.view(np.uint8), tensor.quant)
+    if tensor.quant == "q4_0":
+        codes = nibbles(blocks["qs"]).astype(np.uint8)
+    else:
+        codes = blocks["qs"].view(np.uint8) ^ np.uint8(0x80)
+    return from_codes(EQUAL[tensor.quant], codes.reshape(tensor.shape), half(blocks["d"]))
 
 
 def repack(tensor: HostTensor, quant: str) -> tuple[HostTensor, str]:
@@ -24,6 +37,8 @@ def repack(tensor: HostTensor, quant: str) -> tuple[HostTensor, str]:
     """
     if tensor.dense or tensor.quant == quant:
         return tensor, ""
+    if EQUAL.get(tensor.quant) == quant:
+        return as_equal(tensor), ""
     rows, cols = tensor.shape
     packed = np.empty((rows, BLOCK_TYPES[quant].row_bytes(cols)), np.uint8)
     error = total = 0.0

@@ -137,10 +137,14 @@ class _Check:
                 if not math.isfinite(argument.value) or not whole:
                     raise self._refuse(f"the number {argument.value}")
             case "tensor_map":
-                operand = self._operand(argument)
                 if argument.map is None:
                     raise self._refuse("a tensor map without a map")
-                self._tensor_map(argument.map, operand)
+                last = self._last_byte(argument.map)
+                if argument.of == "workspace":
+                    if argument.offset % 16 or not 0 <= argument.offset <= self._workspace - last:
+                        raise self._refuse(f"a tensor map {argument.offset} bytes into the workspace")
+                else:
+                    self._tensor_map(last, self._operand(argument))
 
     def _operand(self, argument: Argument) -> Operand:
         side = argument.of if argument.kind == "tensor_map" else argument.kind
@@ -149,8 +153,8 @@ class _Check:
             raise self._refuse(f"there is no {side} {argument.index}")
         return self._plan.operands[indices[argument.index]]
 
-    def _tensor_map(self, wanted: TensorMap, operand: Operand) -> None:
-        """Copies read zeros outside of the map's shape, so the shape must be the operand's own memory."""
+    def _last_byte(self, wanted: TensorMap) -> int:
+        """How far a map reaches; copies read zeros outside of its shape."""
         rank = len(wanted.shape)
         if not 1 <= rank <= 5 or len(wanted.box) != rank or len(wanted.strides) != rank - 1:
             raise self._refuse(f"a tensor map of {rank} dimensions")
@@ -158,12 +162,14 @@ class _Check:
             raise self._refuse(f"a tensor map of {list(wanted.shape)} {wanted.dtype}")
         if any(stride % 16 for stride in wanted.strides):
             raise self._refuse(f"a tensor map with steps of {list(wanted.strides)} bytes")
-        buffer = self._plan.buffers[operand.buffer]
-        if buffer.kind in ("k_cache", "v_cache"):
-            return  # how many blocks there are is the session's affair: the map covers any number
         steps = (ITEMSIZE[wanted.dtype], *wanted.strides)
-        last = sum((n - 1) * step for n, step in zip(wanted.shape, steps, strict=True)) + steps[0]
-        if last > self._bytes_from(operand):
+        return sum((n - 1) * step for n, step in zip(wanted.shape, steps, strict=True)) + steps[0]
+
+    def _tensor_map(self, last: int, operand: Operand) -> None:
+        """The shape must be the operand's own memory."""
+        buffer = self._plan.buffers[operand.buffer]
+        # How many blocks a cache has is the session's affair: the map covers any number.
+        if buffer.kind not in ("k_cache", "v_cache") and last > self._bytes_from(operand):
             raise self._refuse(f"a tensor map beyond {buffer.name}")
 
     def _matmul(self, work: Matmul) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pelton.dtypes import BLOCK_TYPES, NATIVE_BLOCK_TYPES
+from pelton.dtypes import BLOCK_TYPES, PACKED_TYPES
 from pelton.ir.op import Op, Sample, register
 
 
@@ -22,7 +22,7 @@ def shape_rule(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def samples(g: torch.Generator) -> Iterator[Sample]:
     for vocab, hidden in ((50, 64), (33, 256)):
         ids = torch.randint(0, vocab, (9,), generator=g, dtype=torch.int32)
-        for quant in ("float32", "bfloat16", "float16", *NATIVE_BLOCK_TYPES):
+        for quant in ("float32", "bfloat16", "float16", *PACKED_TYPES):
             if quant in BLOCK_TYPES and hidden % BLOCK_TYPES[quant].block_size:
                 continue
             w = torch.randn(vocab, hidden, generator=g)

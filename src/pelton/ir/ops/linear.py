@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pelton.dtypes import BLOCK_TYPES, NATIVE_BLOCK_TYPES
+from pelton.dtypes import BLOCK_TYPES, PACKED_TYPES
 from pelton.ir.op import Op, Sample, register
 
 
@@ -36,7 +36,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         x = torch.randn(tokens, k, generator=g)
         w = torch.randn(n, k, generator=g) * k**-0.5
         b = torch.randn(n, generator=g) if n % 2 else None
-        for quant in ("float32", "bfloat16", "float16", *NATIVE_BLOCK_TYPES):
+        for quant in ("float32", "bfloat16", "float16", *PACKED_TYPES):
             if quant in BLOCK_TYPES and k % BLOCK_TYPES[quant].block_size:
                 continue
             yield Sample(args=(x, w, b), name=f"{quant} {tokens}x{n}x{k}", quant={1: quant})
@@ -55,6 +55,6 @@ OP = register(
         reference=reference,
         shape_rule=shape_rule,
         samples=samples,
-        tolerance={"float32": 1e-5, "bfloat16": 1e-2, "int8": 2e-2},
+        tolerance={"float32": 1e-5, "bfloat16": 1e-2, "int8": 2e-2, "fp8": 6e-2},
     )
 )

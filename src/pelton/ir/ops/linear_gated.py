@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pelton.dtypes import BLOCK_TYPES, NATIVE_BLOCK_TYPES
+from pelton.dtypes import BLOCK_TYPES, PACKED_TYPES
 from pelton.ir.op import Op, Sample, register
 from pelton.ir.ops import gated_activation, linear
 
@@ -28,7 +28,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         x = torch.randn(tokens, k, generator=g)
         w = torch.randn(2 * i, k, generator=g) * k**-0.5
         b = torch.randn(2 * i, generator=g) if i % 2 else None
-        for quant in ("float32", "bfloat16", "float16", *NATIVE_BLOCK_TYPES):
+        for quant in ("float32", "bfloat16", "float16", *PACKED_TYPES):
             if quant in BLOCK_TYPES and k % BLOCK_TYPES[quant].block_size:
                 continue
             yield Sample(args=(x, w, b, kind), name=f"{quant} {tokens}x{i}x{k} {kind}", quant={1: quant})
@@ -41,7 +41,7 @@ OP = register(
         reference=reference,
         shape_rule=shape_rule,
         samples=samples,
-        tolerance={"float32": 2e-5, "bfloat16": 2e-2, "int8": 3e-2},
+        tolerance={"float32": 2e-5, "bfloat16": 2e-2, "int8": 3e-2, "fp8": 1.2e-1},
         optional=True,
     )
 )

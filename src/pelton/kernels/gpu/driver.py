@@ -374,7 +374,7 @@ class Function:
 
 
 #: CUtensorMapDataType
-_MAP_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
+_MAP_TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _MAP_BYTES, _MAP_ALIGNED = 128, 64
 _SWIZZLE_128, _L2_128 = 3, 2
 

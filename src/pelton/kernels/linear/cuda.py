@@ -1,5 +1,14 @@
-"""Products on NVIDIA GPUs (``products.py``)."""
+"""Products on NVIDIA GPUs (``products.py``, ``packed.py``)."""
 
+from pelton.kernels.linear.packed import packed_tactics
+from pelton.kernels.linear.packed_few import few_tactics
+from pelton.kernels.linear.packed_many import many_tactics
 from pelton.kernels.linear.products import Form, tactics
 
-TACTICS = tactics("linear", Form())
+FORM = Form()
+TACTICS = [
+    *tactics("linear", FORM),
+    *packed_tactics("linear", FORM),
+    *few_tactics("linear", FORM),
+    *many_tactics("linear", FORM),
+]

@@ -110,16 +110,16 @@ def _supports_hopper(form: Form, node: NodeSpec) -> bool:
     )
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def _normed_bytes(form: Form, k: int, dtype: str, max_tokens: int) -> int:
+def normed_bytes(form: Form, k: int, dtype: str, max_tokens: int) -> int:
     """Of the normed rows, which lie at the beginning of the workspace."""
-    return _aligned(max_tokens * k * ITEMSIZE[dtype]) if form.norm is not None else 0
+    return aligned(max_tokens * k * ITEMSIZE[dtype]) if form.norm is not None else 0
 
 
-class _Product:
+class Product:
     """The parts of a call that every kernel of it needs."""
 
     def __init__(self, form: Form, call: CallSpec, max_tokens: int) -> None:
@@ -129,7 +129,7 @@ class _Product:
         self.n = stacked // 2 if form.gated else stacked
         self.kind = str(call.attrs["kind"]) if form.gated else ""
         self.itemsize = max(ITEMSIZE[self.weight.dtype], ITEMSIZE[self.x.dtype])
-        self.scratch = _normed_bytes(form, self.k, self.x.dtype, max_tokens)
+        self.scratch = normed_bytes(form, self.k, self.x.dtype, max_tokens)
         """Where the workspace is free, in bytes."""
 
     def copies(self) -> bool:
@@ -143,10 +143,11 @@ class _Product:
             return ()
         return (norm_launch(self.call, self.form.norm, to_workspace=True),)
 
-    def builder(self, module: str, function: str, *, normed: bool) -> Builder:
-        """x, weight, bias, residual; ``normed``: x lies in the workspace."""
+    def builder(self, module: str, function: str, *, normed: bool = False, codes: bool = False) -> Builder:
+        """x, weight, bias, residual; ``normed``: x lies in the workspace; ``codes``: as 8-bit codes."""
         b = Builder(self.call, module, function)
-        b = b.workspace("x", dtype=self.x.dtype) if normed else b.input("x", 0)
+        normed = normed or codes
+        b = b.workspace("x", dtype="uint8" if codes else self.x.dtype) if normed else b.input("x", 0)
         b.input("weight", 1).input("bias", 2)
         if self.form.residual is None:
             b.constants(residual=None, R_ROW=0)
@@ -159,7 +160,7 @@ class _Product:
 
 def gemv(form: Form, call: CallSpec, tiles: GemvTiles, prefetch: int = 0) -> Work:
     """Each row of x by itself. ``prefetch``: bytes of a row of the weight, a multiple of 16."""
-    p = _Product(form, call, 1)
+    p = Product(form, call, 1)
     b = p.builder(GEMV, "gemv", normed=False)
     if form.norm is None:
         b.constants(norm=None)
@@ -177,7 +178,7 @@ def stream(
     form: Form, call: CallSpec, tiles: StreamTiles, max_tokens: int, prefetch: int = 0
 ) -> tuple[Work, ...]:
     """A norm into the workspace, where there is one, and the product."""
-    p = _Product(form, call, max_tokens)
+    p = Product(form, call, max_tokens)
     b = p.builder(STREAM, "stream", normed=form.norm is not None).output("out")
     b.workspace("partial", p.scratch).counters("counters").dim("tokens", p.x.shape[0])
     b.constants(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k)
@@ -190,7 +191,7 @@ def stream(
 
 def hopper_product(form: Form, call: CallSpec, tiles: HopperTiles, max_tokens: int) -> Work:
     """One kernel, the norm included."""
-    p = _Product(form, call, max_tokens)
+    p = Product(form, call, max_tokens)
     product = hopper.HopperProduct(
         n=p.n,
         k=p.k,
@@ -204,7 +205,7 @@ def hopper_product(form: Form, call: CallSpec, tiles: HopperTiles, max_tokens: i
     return hopper.product(call, product, tiles)
 
 
-def _prefetch(p: _Product, nbytes: int) -> int:
+def _prefetch(p: Product, nbytes: int) -> int:
     """What the kernel may ask for: within a row that begins at a multiple of 16 bytes."""
     row = p.k * ITEMSIZE[p.weight.dtype]
     return min(nbytes, row) if row % 16 == 0 and p.weight.aligned else 0
@@ -217,9 +218,16 @@ def _whole(tiles: StreamTiles, n: int, k: int) -> bool:
     return units % tiles.programs == 0 and units // tiles.programs % k_tiles == 0
 
 
-def cublaslt(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-    """The norm before and the activation after are kernels of their own; the residual is cuBLASLt's C."""
-    p = _Product(form, call, max_tokens)
+def cublaslt(
+    form: Form, call: CallSpec, max_tokens: int, weight: Argument | None = None, used: int = 0
+) -> tuple[Work, ...]:
+    """The norm before and the activation after are kernels of their own; the residual is cuBLASLt's C.
+
+    ``weight``: where the dense weight is (input 1); ``used``: bytes of the workspace besides the normed rows
+    that are taken.
+    """
+    p = Product(form, call, max_tokens)
+    p.scratch += used
     out = call.outputs[0]
     normed = form.norm is not None
     product = MatmulSpec(
@@ -229,7 +237,7 @@ def cublaslt(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
         dtype=p.x.dtype,
         out_dtype=out.dtype,
         x=workspace(0) if normed else Argument("input"),
-        weight=Argument("input", index=1),
+        weight=weight or Argument("input", index=1),
         out=workspace(p.scratch) if form.gated else Argument("output"),
         residual=None if form.residual is None else Argument("input", index=form.residual),
         residual_row=0 if form.residual is None else call.input(form.residual).strides[0],
@@ -246,7 +254,7 @@ def cublaslt(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
 
 def gemm(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
     """Many tokens where cuBLASLt cannot."""
-    p = _Product(form, call, max_tokens)
+    p = Product(form, call, max_tokens)
     block_n = 64 if form.gated else 128
     b = p.builder(GEMM, "gemm", normed=form.norm is not None).output("out").dim("tokens", p.x.shape[0])
     b.constants(BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64 if p.itemsize == 2 else 32, GROUP=8, STAGES=3)
@@ -254,7 +262,7 @@ def gemm(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
 
 
 def _invariant(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-    p = _Product(form, call, max_tokens)
+    p = Product(form, call, max_tokens)
     return stream(form, call, invariant_tiles(p.n, p.itemsize, form.gated), max_tokens)
 
 
@@ -272,7 +280,7 @@ def _node_sizes(form: Form, node: NodeSpec) -> tuple[int, int, str, int]:
 
 def _stream_bytes(form: Form, node: NodeSpec, max_tokens: int, tiles: StreamTiles) -> int:
     n, k, dtype, _ = _node_sizes(form, node)
-    total = _normed_bytes(form, k, dtype, max_tokens)
+    total = normed_bytes(form, k, dtype, max_tokens)
     if not _whole(tiles, n, k):
         tile = tiles.block_n * tiles.block_m * 4 * (2 if form.gated else 1)
         total += -(-max_tokens // tiles.block_m) * 2 * tiles.programs * tile
@@ -281,7 +289,7 @@ def _stream_bytes(form: Form, node: NodeSpec, max_tokens: int, tiles: StreamTile
 
 def _cublaslt_bytes(form: Form, node: NodeSpec, max_tokens: int) -> int:
     n, k, dtype, _ = _node_sizes(form, node)
-    total = _normed_bytes(form, k, dtype, max_tokens)
+    total = normed_bytes(form, k, dtype, max_tokens)
     return total + (max_tokens * 2 * n * ITEMSIZE[dtype] if form.gated else 0)
 
 
@@ -313,12 +321,12 @@ def tactics(op: str, form: Form) -> list[Tactic]:
         )
 
     def gemv_launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-        p = _Product(form, call, 1)
+        p = Product(form, call, 1)
         tiles = gemv_tiles(p.n, p.k, form.gated, form.norm is not None)
         return (gemv(form, call, tiles, GEMV_PREFETCH),)
 
     def stream_launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-        p = _Product(form, call, max_tokens)
+        p = Product(form, call, max_tokens)
         return stream(form, call, stream_tiles(p.n, p.k, max_tokens, form.gated, p.itemsize), max_tokens)
 
     def stream_nbytes(node: NodeSpec, max_tokens: int) -> int:
@@ -327,7 +335,7 @@ def tactics(op: str, form: Form) -> list[Tactic]:
 
     def hopper_launches(largest: int) -> Launches:
         def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-            p = _Product(form, call, max_tokens)
+            p = Product(form, call, max_tokens)
             if not p.copies():
                 return stream_launches(call, max_tokens)
             return (hopper_product(form, call, hopper_tiles(p.n, largest, form.gated), max_tokens),)
@@ -340,7 +348,7 @@ def tactics(op: str, form: Form) -> list[Tactic]:
 
     def normed_nbytes(node: NodeSpec, max_tokens: int) -> int:
         _, k, dtype, _ = _node_sizes(form, node)
-        return _normed_bytes(form, k, dtype, max_tokens)
+        return normed_bytes(form, k, dtype, max_tokens)
 
     return [
         *(

@@ -1,5 +1,14 @@
-"""Products that are added to a residual, on NVIDIA GPUs (``linear/products.py``)."""
+"""Products that are added to a residual, on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
+from pelton.kernels.linear.packed import packed_tactics
+from pelton.kernels.linear.packed_few import few_tactics
+from pelton.kernels.linear.packed_many import many_tactics
 from pelton.kernels.linear.products import Form, tactics
 
-TACTICS = tactics("linear_add", Form(residual=3))
+FORM = Form(residual=3)
+TACTICS = [
+    *tactics("linear_add", FORM),
+    *packed_tactics("linear_add", FORM),
+    *few_tactics("linear_add", FORM),
+    *many_tactics("linear_add", FORM),
+]

@@ -1,5 +1,14 @@
-"""Gated products on NVIDIA GPUs (``linear/products.py``)."""
+"""Gated products on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
+from pelton.kernels.linear.packed import packed_tactics
+from pelton.kernels.linear.packed_few import few_tactics
+from pelton.kernels.linear.packed_many import many_tactics
 from pelton.kernels.linear.products import Form, tactics
 
-TACTICS = tactics("linear_gated", Form(gated=True))
+FORM = Form(gated=True)
+TACTICS = [
+    *tactics("linear_gated", FORM),
+    *packed_tactics("linear_gated", FORM),
+    *few_tactics("linear_gated", FORM),
+    *many_tactics("linear_gated", FORM),
+]

@@ -1,5 +1,14 @@
-"""Products of normed rows on NVIDIA GPUs (``linear/products.py``)."""
+"""Products of normed rows on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
+from pelton.kernels.linear.packed import packed_tactics
+from pelton.kernels.linear.packed_few import few_tactics
+from pelton.kernels.linear.packed_many import many_tactics
 from pelton.kernels.linear.products import Form, tactics
 
-TACTICS = tactics("norm_linear", Form(norm=3))
+FORM = Form(norm=3)
+TACTICS = [
+    *tactics("norm_linear", FORM),
+    *packed_tactics("norm_linear", FORM),
+    *few_tactics("norm_linear", FORM),
+    *many_tactics("norm_linear", FORM),
+]

@@ -1,5 +1,14 @@
-"""Gated products of normed rows on NVIDIA GPUs (``linear/products.py``)."""
+"""Gated products of normed rows on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
+from pelton.kernels.linear.packed import packed_tactics
+from pelton.kernels.linear.packed_few import few_tactics
+from pelton.kernels.linear.packed_many import many_tactics
 from pelton.kernels.linear.products import Form, tactics
 
-TACTICS = tactics("norm_linear_gated", Form(gated=True, norm=3))
+FORM = Form(gated=True, norm=3)
+TACTICS = [
+    *tactics("norm_linear_gated", FORM),
+    *packed_tactics("norm_linear_gated", FORM),
+    *few_tactics("norm_linear_gated", FORM),
+    *many_tactics("norm_linear_gated", FORM),
+]

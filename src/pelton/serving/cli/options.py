@@ -32,7 +32,7 @@ BUILD_HELP = {
     "block_size": "Tokens in a KV block.",
     "dtype": "Type of unquantised weights: float32, bfloat16.",
     "quant": "Quantise the weights first: a recipe of pelton quantize --list.",
-    "activations": "Input precision of quantised products: float32, int8.",
+    "activations": "Input precision of quantised products: float32, int8; on GPUs dtype, int8, fp8.",
     "kv_dtype": "Type of cached keys and values: float32, float16, bfloat16, int8, fp8.",
     "deterministic": "GPU: answers that do not depend on the batch, bit for bit; slower.",
     "gpu_memory_fraction": "Share of a GPU's free memory to take. On an engine: any.",

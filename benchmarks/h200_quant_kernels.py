@@ -1,0 +1,218 @@
+"""Sweeps tiles of the products with packed weights at Llama-3.1-8B's shapes.
+
+    python benchmarks/h200_quant_kernels.py [--types int4_g128,fp8_row] [--tokens 1,16] [--top 2] [--compile]
+
+As ``h200_kernels.py``: microseconds of a launch in a CUDA graph over copies of the weight that L2 does not
+hold, and the share of the floor, the format's own bytes at 4.3 TB/s or the operations at 790 TFLOP/s.
+``--compile`` only fills Triton's cache, in processes, without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from h200_kernels import BANDWIDTH, SHAPES, Bench, Variant, compile_or_none, operand
+
+from pelton.dtypes import BLOCK_TYPES
+from pelton.engine.resources import cores
+from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work
+from pelton.kernels.layouts import LAYOUTS
+from pelton.kernels.linear.packed import X_CODES, packed, unpacked, w8a8
+from pelton.kernels.linear.packed_few import FewTiles, few
+from pelton.kernels.linear.packed_many import ManyTiles, many
+from pelton.kernels.linear.packed_tiles import PackedTiles, unit_columns
+from pelton.kernels.linear.products import Form
+from pelton.kernels.linear.tiles import PROCESSORS
+
+_OPS = 790e12
+
+
+def packed_call(quant: str, n: int, k: int, *, gated: bool = False) -> CallSpec:
+    weight = OperandSpec(dtype="uint8", shape=(n, k), strides=(k, 1), quant=quant)
+    out = operand("T", n // 2 if gated else n)
+    return CallSpec(inputs=(operand("T", k), weight, None), outputs=(out,), attrs={"kind": "silu"})
+
+
+def floor_us(quant: str, m: int, n: int, k: int) -> float:
+    """Of the format's own bytes, as checkpoints hold them, or of the operations."""
+    return 1e6 * max(n * BLOCK_TYPES[quant].row_bytes(k) / BANDWIDTH, 2 * m * n * k / _OPS)
+
+
+#: Worth trying up to so many tokens: tokens, panels, units, programs a multiprocessor, stages, warps.
+TRIED = {
+    16: (
+        (16, 4, 1, 3, 4, 4),
+        (16, 4, 1, 4, 4, 4),
+        (16, 4, 2, 2, 3, 4),
+        (16, 4, 2, 3, 3, 4),
+        (16, 8, 1, 2, 4, 4),
+        (16, 8, 1, 3, 3, 4),
+        (8, 4, 2, 3, 3, 4),
+        (8, 4, 2, 4, 3, 4),
+    ),
+    64: ((64, 4, 1, 2, 4, 4), (64, 8, 1, 1, 4, 4), (64, 8, 1, 1, 4, 8)),
+    256: ((128, 4, 1, 1, 4, 4), (128, 8, 1, 1, 3, 8), (256, 8, 1, 1, 2, 8)),
+}
+
+
+def tiles_of(quant: str, m: int, n: int, k: int, *, gated: bool) -> Iterator[PackedTiles]:
+    """Worth trying."""
+    base = unit_columns(quant, 128)
+    for bm, p, units, share, stages, warps in TRIED[min(t for t in TRIED if m <= t)]:
+        if m > 8 and bm < 16:
+            continue
+        halves = 2 if gated else 1
+        steps = -(-n // (16 * p * halves)) * -(-k // (base * units))
+        programs = min(share * PROCESSORS, steps // 2)
+        p = p // halves if bm > 64 and p > 4 else p
+        yield PackedTiles(bm, p, base, units, programs, stages, warps)
+
+
+#: Warps, 16-row panels at a time, blocks of a multiprocessor: worth trying up to so many tokens.
+TRIED_FEW = {
+    8: ((16, 2, 1), (16, 4, 1), (8, 1, 2), (8, 2, 2), (8, 1, 3), (8, 2, 3)),
+    16: ((16, 2, 1), (16, 3, 1), (16, 4, 1), (8, 2, 2)),
+}
+#: Tokens, panels, unit, units, programs a multiprocessor, stages, warps of products of 8-bit codes.
+TRIED_W8A8 = (
+    (64, 8, 128, 1, 1, 4, 8),
+    (128, 8, 128, 1, 1, 4, 8),
+    (128, 8, 256, 1, 1, 3, 8),
+    (256, 8, 128, 1, 1, 3, 8),
+)
+
+
+def variants(quants: list[str], tokens: list[int], shapes: list[str], kinds: set[str]) -> Iterator[Variant]:
+    for quant, name, m in itertools.product(quants, shapes, tokens):
+        n, k = SHAPES[name]
+        form = Form(gated=name == "gate_up")
+        call = packed_call(quant, n, k, gated=form.gated)
+        floor = floor_us(quant, m, n, k)
+        tried: list[tuple[dict[str, Any], tuple[Work, ...]]] = []
+        if "few" in kinds and m <= 16:
+            for warps, batch, blocks in TRIED_FEW[8 if m <= 8 else 16]:
+                few_tiles = FewTiles(8 if m <= 8 else 16, warps, batch, blocks)
+                tried.append((asdict(few_tiles), (few(form, call, few_tiles),)))
+        if "many" in kinds and m >= 16:
+            for tokens_of_tile, groups in ((32, 2), (32, 3), (64, 2), (64, 3), (128, 2)):
+                if tokens_of_tile <= 2 * m and not (groups == 3 and form.gated and tokens_of_tile > 32):
+                    many_tiles = ManyTiles(tokens_of_tile, groups)
+                    tried.append(({"many": 1, **asdict(many_tiles)}, many(form, call, many_tiles, m)))
+        if "packed" in kinds:
+            for tiles in tiles_of(quant, m, n, k, gated=form.gated):
+                tried.append((asdict(tiles), packed(form, call, tiles, m)))
+        if "w8a8" in kinds and m >= 64 and quant in X_CODES:
+            for bm, p, unit, units, share, stages, warps in TRIED_W8A8:
+                if (unit > 128 and quant == "fp8_g128") or bm > 2 * m:
+                    continue
+                p = p // 2 if form.gated else p
+                tiles = PackedTiles(bm, p, unit, units, share * PROCESSORS, stages, warps)
+                tried.append(({"w8a8": 1, **asdict(tiles)}, w8a8(form, call, tiles, m)))
+        if "codes" in kinds and m >= 64 and quant in ("int8_row", "fp8_row"):
+            for many_tiles in (ManyTiles(64, 2), ManyTiles(64, 3), ManyTiles(128, 2)):
+                registers = (2 if form.gated else 1) * many_tiles.tokens
+                if registers <= 128 and (many_tiles.groups == 2 or registers == 64):
+                    works = many(form, call, many_tiles, m, codes=True)
+                    tried.append(({"codes": 1, **asdict(many_tiles)}, works))
+        if "unpack" in kinds and m >= 64:
+            tried.append(({"unpack": 1}, unpacked(form, call, m)))
+        for tiles_used, works in tried:
+            yield Variant(f"{quant} {name}", m, tiles_used, works, {"T": m}, floor)
+
+
+class QuantBench(Bench):
+    """Also runs products that are left to cuBLASLt."""
+
+    def bind(self, work: Work, dims: dict[str, int], inputs: list[int], outputs: list[int]) -> Any:
+        if isinstance(work, LaunchSpec):
+            return super().bind(work, dims, inputs, outputs)
+
+        def address(argument: Argument) -> int:
+            if argument.kind == "workspace":
+                return int(self.workspace.address) + argument.offset
+            return (inputs if argument.kind == "input" else outputs)[argument.index]
+
+        arguments = {f: getattr(work, f) for f in ("n", "k", "x_row", "dtype", "out_dtype")}
+        places = {f: address(getattr(work, f)) for f in ("x", "weight", "out")}
+        return lambda: self.cublas.matmul(self.stream, tokens=dims["T"], **arguments, **places)
+
+
+def addresses(bench: Bench, quant: str, n: int, k: int) -> list[tuple[list[int], list[int]]]:
+    size = -(-LAYOUTS["mma16"].nbytes(quant, (n, k)) // 256) * 256
+    copies = max(2, min(48, (512 << 20) // size))
+    return [
+        ([bench.small.address, bench.big.address + i * size, 0], [bench.small.address + (256 << 20)])
+        for i in range(copies)
+    ]
+
+
+def fill(bench: Bench) -> None:
+    """Random bytes, as weights and activations have; bfloat16 activations between 0.5 and 2."""
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, 64 << 20, dtype=np.uint8)
+    for i in range(10):
+        bench.stream.copy_in(bench.big.address + i * data.nbytes, data.ctypes.data, data.nbytes)
+    x = (0x3F00 + rng.integers(0, 256, 32 << 20, dtype=np.uint16)).astype(np.uint16)
+    bench.stream.copy_in(bench.small.address, x.ctypes.data, x.nbytes)
+    bench.stream.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--types", default="int4_g128,fp8_row")
+    parser.add_argument("--tokens", default="1,8,16,32,64,128,256")
+    parser.add_argument("--shapes", default="qkv,o,gate_up,down")
+    parser.add_argument("--kinds", default="few,packed,w8a8,unpack")
+    parser.add_argument("--top", type=int, default=2)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    tokens = [int(t) for t in args.tokens.split(",")]
+    kinds = set(args.kinds.split(","))
+    found = list(variants(args.types.split(","), tokens, args.shapes.split(","), kinds))
+    sources = list(dict.fromkeys(w.kernel for v in found for w in v.works if isinstance(w, LaunchSpec)))
+    print(f"{len(found)} variants, {len(sources)} kernels", flush=True)
+    with ProcessPoolExecutor(cores()) as pool:
+        compiled = dict(zip(sources, pool.map(compile_or_none, sources, chunksize=2), strict=True))
+    cubins = {source: cubin for source, cubin in compiled.items() if cubin is not None}
+    print(f"{len(cubins)} compiled", flush=True)
+    if args.compile:
+        return
+    bench = QuantBench(cubins)
+    fill(bench)
+    rows = []
+    for (what, size), group in itertools.groupby(found, key=lambda v: (v.what, v.size)):
+        quant, name = what.split()
+        places = addresses(bench, quant, *SHAPES[name])
+        timed = []
+        for variant in group:
+            if all(not isinstance(w, LaunchSpec) or w.kernel in cubins for w in variant.works):
+                us = bench.microseconds(variant, places)
+                timed.append(
+                    {"what": what, "size": size, "us": us, "floor": variant.floor_us} | variant.tiles
+                )
+        rows += timed
+        for row in sorted(timed, key=lambda r: r["us"])[: args.top]:
+            tiles = {k: v for k, v in row.items() if k not in ("what", "size", "us", "floor")}
+            listed = ",".join(f"{k[:2]}{v}" for k, v in tiles.items())
+            share = row["floor"] / row["us"]
+            print(f"{what:<20}{size:>5}{row['us']:>8.2f} us {share:>5.0%}  {listed}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A checkpoint of Llama-3.1-8B's shape: random weights, dense or quantised, made at the speed of a copy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pelton.builder.facts import expected_tensors
+from pelton.dtypes import BLOCK_TYPES, is_dense
+from pelton.ir.group_encoder import encode
+from pelton.ir.tensors import HostTensor, f32_to_bf16
+from pelton.models.checkpoint import Checkpoint, TensorInfo
+from pelton.models.registry import create_model
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+#: Rows that are encoded; a weight repeats them.
+_ENCODED_ROWS = 256
+
+
+class RandomLlama(Checkpoint):
+    """bfloat16 weights of ``config`` from one random block, repeated; the layers' matrices as ``quant``."""
+
+    def __init__(self, config: dict[str, Any], quant: str = "bfloat16") -> None:
+        self.name, self.path, self.config = "llama-8b-shape", Path("llama-8b-shape"), config
+        self.generation_config: dict[str, Any] = {}
+        model = create_model(config, max_seq_len=config["max_position_embeddings"])
+        self.tensors = {}
+        for name, shape in expected_tensors(model).items():
+            own = quant if len(shape) == 2 and ".layers." in name else "bfloat16"
+            nbytes = (
+                2 * int(np.prod(shape)) if is_dense(own) else shape[0] * BLOCK_TYPES[own].row_bytes(shape[1])
+            )
+            self.tensors[name] = TensorInfo(name=name, shape=shape, quant=own, nbytes=nbytes)
+        self._values = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32) * np.float32(0.02)
+        self._block = f32_to_bf16(self._values)
+        self._ones = f32_to_bf16(np.ones(1 << 14, np.float32))
+        self._encoded: dict[tuple[int, ...], np.ndarray[Any, np.dtype[np.uint8]]] = {}
+
+    def read(self, name: str) -> HostTensor:
+        shape, quant = self.tensors[name].shape, self.tensors[name].quant
+        if not is_dense(quant):
+            if shape not in self._encoded:
+                values = self._values[: _ENCODED_ROWS * shape[1]].reshape(-1, shape[1])
+                rows = encode(values, quant).data.view(np.uint8)
+                self._encoded[shape] = np.resize(rows, (shape[0], rows.shape[1]))
+            return HostTensor(quant, shape, self._encoded[shape])
+        source = self._ones if len(shape) == 1 else np.roll(self._block, len(name) * 977)
+        return HostTensor("bfloat16", shape, np.resize(source, shape))
+
+    def write_tokenizer(self, directory: Path) -> None:
+        (directory / "tokenizer.json").write_text("{}")
+        (directory / "special_tokens.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_ids": [2]}))
+
+    def files(self) -> Iterable[Path]:
+        return ()
