@@ -217,3 +217,20 @@ def test_nothing_is_overwritten(base: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "out" / "thesis.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="out exists; remove it or choose another output"):
         write_checkpoint(tmp_path / "out", base, quantised(base, "int4_g64"), QuantConfig())
+
+
+def test_gptq_groups_are_of_one_size_where_widths_allow_different_ones(tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 192, "num_attention_heads": 6}
+    base = open_checkpoint(tiny_hf_checkpoint("llama", tmp_path, **sizes))
+    tensors = {}
+    for name in base.tensors:
+        if name.endswith("_proj.weight"):
+            quant = "int4_g128" if "down_proj" in name else "int4_g64"
+            tensors[name] = encode(dequantize(base.read(name)), quant, symmetric=True)
+    write_checkpoint(tmp_path / "out", base, iter(tensors.items()), QuantConfig(), "gptq")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["group_size"] == 64 and "dynamic" not in config
+    checkpoint = open_checkpoint(tmp_path / "out")
+    for name, tensor in tensors.items():
+        assert checkpoint.tensors[name].quant == "int4_g64"
+        np.testing.assert_array_equal(dequantize(checkpoint.read(name)), dequantize(tensor))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from pelton.dtypes import GROUP_SIZES
 from pelton.errors import ConfigError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import dequantize
@@ -58,7 +59,7 @@ def write_checkpoint(
     not have, ``CheckpointError`` when something is at ``out`` or it cannot be written.
     """
     dtype = _dtype(base)
-    form = _format(fmt, config, dtype)
+    form = _format(fmt, config, base, dtype)
     activation_of = activation_of or (lambda name: config.activations)
     dense: list[str] = []
     with checkpoint_folder(out) as folder:
@@ -88,11 +89,13 @@ def write_checkpoint(
         write_metadata(folder, base, form.config([m for m in dense if "embed" not in m]), dtype)
 
 
-def _format(fmt: str, config: QuantConfig, dtype: str) -> Format:
+def _format(fmt: str, config: QuantConfig, base: Checkpoint, dtype: str) -> Format:
     if fmt == "compressed-tensors":
         return CompressedTensors()
     if fmt == "gptq":
-        return GPTQ(sym=config.symmetric)
+        widths = [info.shape[1] for info in base.tensors.values() if len(info.shape) == 2]
+        fits = (size for size in reversed(GROUP_SIZES) if all(width % size == 0 for width in widths))
+        return GPTQ(sym=config.symmetric, largest_group=next(fits, GROUP_SIZES[0]))
     if fmt == "bitsandbytes":
         return BitsAndBytes(dtype)
     raise ConfigError(f"unknown checkpoint format {fmt!r} (known: {', '.join(FORMATS)})")

@@ -21,12 +21,14 @@ class GPTQ:
     """Packs weights one by one and remembers how, for the config.
 
     ``sym``: zero points are in the middle, stored as version 1 does, one less; else as version 2 does.
+    ``largest_group``: larger ones are written as several of this size, so that layers whose widths allow
+    different sizes have one: not every loader knows settings of single modules (``dynamic``).
     """
 
     name = "gptq"
 
-    def __init__(self, *, sym: bool) -> None:
-        self._sym = sym
+    def __init__(self, *, sym: bool, largest_group: int = 128) -> None:
+        self._sym, self._largest = sym, largest_group
         self._modules: dict[str, tuple[int, int]] = {}
 
     def pack(self, module: str, tensor: HostTensor, activation: ActivationQuant | None) -> dict[str, Part]:
@@ -51,6 +53,9 @@ class GPTQ:
             raise ConfigError(f"{module} has zero points, and its recipe says symmetric")
         if z is None:
             z = np.full(d.shape, 1 << (bits - 1), np.uint8)
+        elif group > self._largest:
+            repeat, group = group // self._largest, self._largest
+            d, z = np.repeat(d, repeat, axis=1), np.repeat(z, repeat, axis=1)
         words = np.empty((cols * bits // 32, rows), np.int32)
         for part, q, _, _ in pieces(tensor):
             words[:, part] = pack_words(q, bits).T
