@@ -21,6 +21,7 @@ from pelton.ir.tensors import HostTensor
 from pelton.models.checkpoint import Checkpoint, open_checkpoint
 from pelton.models.checkpoint.write import write_checkpoint
 from pelton.quant.config import QuantConfig
+from tests.checkpoint import packers
 from tests.checkpoint.makers import tiny_gguf, tiny_hf_checkpoint
 from tests.checkpoint.packers import SIZES
 
@@ -234,3 +235,23 @@ def test_gptq_groups_are_of_one_size_where_widths_allow_different_ones(tmp_path:
     for name, tensor in tensors.items():
         assert checkpoint.tensors[name].quant == "int4_g64"
         np.testing.assert_array_equal(dequantize(checkpoint.read(name)), dequantize(tensor))
+
+
+def test_a_base_that_others_quantised_in_act_order(tmp_path: Path) -> None:
+    """What is not quantised anew is written as its values, its columns in order."""
+
+    def pack(weight: Any, name: str) -> packers.Packed:
+        order = packers.act_order(weight.shape[1], 32)
+        return packers.gptq(weight, group=32, order=order)
+
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True}
+    model = packers.quantized_checkpoint(tmp_path / "base", config, pack)
+    base = open_checkpoint(tmp_path / "base")
+    values = model.state_dict()
+    tensors = {Q_PROJ: encode(values[Q_PROJ].numpy(), "int8_g32", symmetric=True)}
+    write_checkpoint(tmp_path / "out", base, iter(tensors.items()), QuantConfig())
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert checkpoint.tensors.keys() == values.keys()
+    assert checkpoint.read(Q_PROJ).quant == "int8_g32"
+    for name in checkpoint.tensors.keys() - {Q_PROJ}:
+        np.testing.assert_array_equal(checkpoint.read(name).data, values[name].numpy(), err_msg=name)

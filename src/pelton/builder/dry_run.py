@@ -18,6 +18,7 @@ from pelton.ir.kv_quant import KVQuant
 from pelton.ir.recipe import Recipe
 from pelton.ir.tensors import HostTensor, ValuesNotRead
 from pelton.models.checkpoint import Checkpoint
+from pelton.models.checkpoint.base import is_order
 from pelton.passes.run import NOT_TRIED
 
 #: What a build does in a second, measured on 2 cores of a server (benchmarks/build.py): bytes of weights
@@ -46,7 +47,7 @@ class HeadersOnly(Checkpoint):
         return self._checkpoint.kv_quant()
 
     def read(self, name: str) -> HostTensor:
-        if self.tensors[name].quant == "int32":
+        if is_order(self.tensors[name]):
             return self._checkpoint.read(name)
         raise ValuesNotRead(name)
 

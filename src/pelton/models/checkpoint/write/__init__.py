@@ -12,7 +12,7 @@ from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.ir.tensors import HostTensor
-from pelton.models.checkpoint.base import Checkpoint
+from pelton.models.checkpoint.base import Checkpoint, is_order
 from pelton.models.checkpoint.write.bitsandbytes import BitsAndBytes
 from pelton.models.checkpoint.write.compressed_tensors import CompressedTensors
 from pelton.models.checkpoint.write.folder import checkpoint_folder, write_metadata
@@ -77,7 +77,7 @@ def write_checkpoint(
                 for part, stored in form.pack(module, tensor, activation_of(name)).items():
                     writer.write(f"{module}.{part}", stored)
             for name in base.tensors:
-                if name not in written:
+                if name not in written and not is_order(base.tensors[name]):
                     kept = evaluate(base.source(name), base.read)
                     if not kept.dense:
                         kept = HostTensor("float32", kept.shape, dequantize(kept))
