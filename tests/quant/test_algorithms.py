@@ -192,11 +192,12 @@ def test_gptq_of_channels_that_are_never_used() -> None:
 
 
 def test_the_factor_is_of_the_damped_inverse() -> None:
-    gram = seen(inputs(48)).gram
+    columns = 700  # more than are inverted at once
+    gram = seen(inputs(columns, tokens=900)).gram
     h = 2 * gram.astype(np.float64)
-    h += 0.05 * np.diag(h).mean() * np.eye(48)
+    h += 0.05 * np.diag(h).mean() * np.eye(columns)
     u = inverse_factor(gram, 0.05).astype(np.float64)
-    np.testing.assert_allclose(u.T @ u @ h, np.eye(48), atol=1e-4)
+    np.testing.assert_allclose(u.T @ u @ h, np.eye(columns), atol=1e-3)
     assert (np.tril(u, -1) == 0).all()
 
 

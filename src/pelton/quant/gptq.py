@@ -10,6 +10,8 @@ applied at once, those of later columns in one product when the block is done (l
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,8 @@ from pelton.quant.rounding import fit_weight
 BLOCK_COLUMNS = 128
 #: Most columns of a Hessian that is factored in float64.
 _DOUBLE = 4096
+#: Largest triangular matrix that is inverted at once.
+_INVERTED = 256
 
 
 def gptq(
@@ -92,19 +96,34 @@ def inverse_factor(gram: Float32, damping: float) -> Float32:
     if not np.isfinite(gram).all():
         raise ValueError("the Gram matrix has NaN or infinite values")
     kind: npt.DTypeLike = np.float64 if len(gram) <= _DOUBLE else np.float32
-    h = 2 * gram.astype(kind)
+    h = gram.astype(kind)
+    h *= 2
     diagonal = np.arange(len(h))
     dead = h[diagonal, diagonal] == 0
     h[dead, dead] = 1
-    mean = h[diagonal, diagonal].mean()
+    added, step = 0.0, damping * h[diagonal, diagonal].mean()
     while True:
-        damped = h.copy()
-        damped[diagonal, diagonal] += damping * mean
+        h[diagonal, diagonal] += step
+        added += step
         try:
             # H = A A^T with A upper triangular: the lower factor of H read from its end.
-            a = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
+            a = np.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]
             break
         except np.linalg.LinAlgError:
-            damping *= 10
+            step = 9 * added  # ten times as much in all
+    del h
     # H^-1 = A^-T A^-1.
-    return np.triu(np.linalg.inv(a)).astype(np.float32)
+    _invert_upper(a)
+    return a.astype(np.float32)
+
+
+def _invert_upper(a: npt.NDArray[Any]) -> None:
+    """Replace an upper triangular matrix by its inverse, half by half, without a copy of it."""
+    n = len(a)
+    if n <= _INVERTED:
+        a[:] = np.triu(np.linalg.inv(a))
+        return
+    first, rest = slice(0, n // 2), slice(n // 2, n)
+    _invert_upper(a[first, first])
+    _invert_upper(a[rest, rest])
+    a[first, rest] = -(a[first, first] @ a[first, rest]) @ a[rest, rest]

@@ -56,9 +56,9 @@ class InputStatistics:
 
     def divided(self, s: Float32) -> InputStatistics:
         """Of x / s, with a factor ``s`` (K,) for each channel."""
-        return InputStatistics(
-            self.gram / np.outer(s, s), self.abs_sum / s, self.abs_max / s, self.sample / s, self.tokens
-        )
+        gram = self.gram / s
+        gram /= s[:, None]
+        return InputStatistics(gram, self.abs_sum / s, self.abs_max / s, self.sample / s, self.tokens)
 
 
 def output_error(difference: Float32, gram: Float32) -> float:
