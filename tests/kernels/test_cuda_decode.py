@@ -55,7 +55,7 @@ def test_few_sequences_are_shared_by_more_programs(kv_heads: int, expected: list
 
 
 def test_clusters_shrink_as_sequences_fill_the_gpu() -> None:
-    assert [hopper.cluster(largest, 8).blocks for largest in (1, 2, 4, 8, 16)] == [8, 8, 8, 4, 2]
+    assert [hopper.cluster(largest, 8).blocks for largest in (1, 2, 4, 8, 16)] == [8, 8, 4, 2, 2]
 
 
 def test_a_step_of_more_sequences_and_heads_than_counters_has_a_tactic_without_any() -> None:

@@ -28,17 +28,20 @@ class Cluster:
 
 #: Sequences of the largest step in which clusters are faster than programs that meet in memory.
 MOST = 16
-#: Blocks that are enough to fill a GPU.
-_ENOUGH = 256
+#: (most sequences times KV heads, blocks that share one's keys); beyond: one.
+_BLOCKS = ((16, 8), (32, 4), (128, 2))
 
 
 def cluster(largest: int, kv_heads: int) -> Cluster:
     """For steps of at most ``largest`` sequences; measured on an H200
-    (``benchmarks/h200_decode_attention.py``)."""
-    blocks = 8
-    while blocks > 1 and blocks * largest * kv_heads > _ENOUGH:
-        blocks //= 2
-    return Cluster(blocks, 4 if largest <= 2 else 3)
+    (``benchmarks/h200_decode_attention.py``).
+
+    Four tiles under way leave room for one block a multiprocessor; of 16 clusters of 8 such blocks some wait
+    for the others: they must lie in one part of the GPU (GPC) each.
+    """
+    groups = largest * kv_heads
+    blocks = next((n for most, n in _BLOCKS if groups <= most), 1)
+    return Cluster(blocks, 4 if groups <= 8 else 3)
 
 
 def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
