@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pelton.builder.build import build
 from pelton.engine.batch import InputBatch
 from pelton.engine.batch_sampling import PendingStep, SamplingInputs
+from pelton.engine.config import BuildConfig
 from pelton.engine.session import Session
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.executor import Executor
 from pelton.runtime.request import RequestUpdate, SamplingParams
 from pelton.runtime.validation import resolve_requests
+from tests.builder.random_checkpoint import RandomCheckpoint
 from tests.e2e.stepper import Stepper, relative_error
+from tests.gpu.conftest import CONFIG
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +40,21 @@ def test_logits_are_the_reference_s(engine: tuple[Path, str]) -> None:
             got, want = a.step(new), b.step(new)
             for s in new:
                 assert relative_error(got[s], want[s]) < BOUND[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_caches_of_8_bits_give_the_reference_s_logits(kv_dtype: str, tmp_path: Path) -> None:
+    """A key or value that rounds otherwise is a step of its code: a hundredth of the largest."""
+    path = tmp_path / "codes.engine"
+    config = BuildConfig(target="cuda", max_batch_size=40, kv_dtype=kv_dtype)
+    build(RandomCheckpoint(CONFIG, quant="bfloat16"), config, output=path)
+    with Session(path, kv_blocks=400) as gpu, Session(path, kv_blocks=400, runner="reference") as reference:
+        a, b = Stepper(gpu), Stepper(reference)
+        for new in (prompts(5), {0: [3], 2: [4], 3: [5]}, {0: [6], 1: [7, 8, 9], 4: [1]}, {2: [11]}):
+            got, want = a.step(new), b.step(new)
+            for s in new:
+                assert relative_error(got[s], want[s]) < 5e-2
 
 
 def test_decoding_by_graphs_equals_decoding_step_by_step(engine: tuple[Path, str]) -> None:
