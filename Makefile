@@ -63,10 +63,10 @@ test-all: $(VENV)/.installed-dev $(SMOLLM2) $(GEMMA3) lint
 	$(TEST_ENV) $(PY) -m pytest -m "not gpu"
 
 test-gpu:
-	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m "gpu and not slow" --tb=short --durations=10 -rfEs tests/gpu
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m "gpu and not slow" -vv --tb=short --durations=10 -rfE tests/gpu
 
 test-gpu-all:
-	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu -s --tb=short --durations=10 -rfEs tests/gpu
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu -vv --tb=short --durations=10 -rfEs tests/gpu
 
 test-gpu-sanitizers:
 	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) tools/gpu_sanitizers.py

@@ -30,7 +30,7 @@ SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (.*)")
 #: Kernels of cuBLASLt are not ours; racecheck has much to say of hand-made barriers.
 RACECHECK_SKIPS = ("cublaslt",)
 #: Tactics that share a process: a sanitizer takes seconds to start.
-_TOGETHER = 6
+_TOGETHER = 8
 #: The run of a whole engine.
 _ENGINE = "an engine"
 #: What is run with a row too many, to see that it is found.
@@ -38,32 +38,20 @@ _CANARY, _TOO_MANY = "cuda.rms_norm", "a row too many"
 
 
 def chosen_cases(per_tactic: int) -> dict[str, list[Any]]:
-    """By tactic its smallest cases: of each type, and with what it has for decode steps."""
-    import torch
-
+    """By tactic ``per_tactic`` telling cases of bfloat16 and of float32 (``conformance_cuda.telling``)."""
     from pelton.ir.op import all_ops
     from pelton.kernels import conformance_cuda
     from pelton.kernels.gpu.driver import Device
 
-    sm = Device().sm
-    found: dict[str, dict[tuple[str, bool], list[Any]]] = {}
-    for op in all_ops().values():
-        for case in conformance_cuda.cases(op, ("bfloat16", "float32"), sm=sm):
-            kinds = found.setdefault(case.tactic.name, {})
-            kinds.setdefault((case.dtype, case.decode), []).append(case)
-
-    def size(case: Any) -> int:
-        return sum(a.numel() for a in case.sample.args if isinstance(a, torch.Tensor))
-
-    def spread(cases: list[Any]) -> list[Any]:
-        """The smallest and, evenly, some of the rest of the smaller half."""
-        ordered = sorted(cases, key=size)[: max(per_tactic, len(cases) * 3 // 4)]
-        return [ordered[i * len(ordered) // per_tactic] for i in range(min(per_tactic, len(ordered)))]
-
-    return {
-        name: [case for cases in kinds.values() for case in spread(cases)]
-        for name, kinds in sorted(found.items())
-    }
+    sm, dtypes = Device().sm, ("bfloat16", "float32")
+    every = [c for op in all_ops().values() for c in conformance_cuda.cases(op, dtypes, sm=sm)]
+    found: dict[tuple[str, str], list[Any]] = {}
+    for case in conformance_cuda.telling(every, per_tactic):
+        found.setdefault((case.tactic.name, case.dtype), []).append(case)
+    chosen: dict[str, list[Any]] = {}
+    for (name, _), cases in sorted(found.items()):
+        chosen.setdefault(name, []).extend(conformance_cuda.evenly(cases, per_tactic))
+    return chosen
 
 
 def run_tactics(folder: Path, names: Sequence[str], per_tactic: int) -> None:
@@ -180,7 +168,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="tactics whose names contain this")
     parser.add_argument("--tools", default="memcheck,racecheck")
-    parser.add_argument("--cases", type=int, default=2, help="of a tactic, each type and kind of step")
+    parser.add_argument("--cases", type=int, default=3, help="of a tactic and type")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--sanitizer", default=shutil.which("compute-sanitizer") or "")

@@ -1,14 +1,16 @@
 """What the GPU's tests share: kernels compiled once, tiny engines built once, a stop where the GPU dies.
 
-They run in one process (``make test-gpu``): kernels are compiled by several, and what is left takes seconds.
+They run in one process (``make test-gpu``). Kernels are compiled by others, from the first test on, while
+engines are built and tried.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +25,11 @@ from pelton.kernels.gpu.driver import Device, call
 from tests.builder.paper_gpu import WithTokenizer
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 
-DTYPES = ("bfloat16", "float32", "float16")
+#: float16 goes the ways of bfloat16, but for its range.
+DTYPES = ("bfloat16", "float32", pytest.param("float16", marks=pytest.mark.slow))
+#: Samples of each tactic and type in the quick tests: the telling ones.
+FEW = 3
+TELLING, EVERY = "telling", "every"
 CONFIG = TINY_LLAMA | {
     "hidden_size": 192,
     "intermediate_size": 320,
@@ -53,22 +59,64 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         )
 
 
-def _callspec(item: pytest.Function, fixture: str) -> Any:
-    return getattr(item, "callspec", None) if fixture in item.fixturenames else None
+class Compiling:
+    """Conformance cases of the tests that were chosen, being compiled into ``folder``."""
+
+    def __init__(self, items: list[pytest.Item], folder: Path, say: Callable[[str], None]) -> None:
+        found = [getattr(item, "callspec", None) for item in items if "kernels" in _fixtures(item)]
+        self._chosen = {
+            tuple(c.params[n] for n in ("name", "dtype", "samples")) for c in found if c is not None
+        }
+        self.folder = folder
+        self._say = say
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="compiling", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            start, sm = time.perf_counter(), Device().sm
+            cases = [case for samples in (TELLING, EVERY) for case in self._cases(samples, sm)]
+            cases = list({str(case): case for case in cases}.values())
+            failed = compile_cases(cases, sm, self.folder)
+            seconds = time.perf_counter() - start
+            self._say(f"{len(cases)} cases compiled in {seconds:.0f} s, {len(failed)} not")
+        except BaseException as error:
+            self._error = error
+
+    def _cases(self, samples: str, sm: int) -> list[conformance_cuda.Case]:
+        wanted = {(name, dtype) for name, dtype, which in self._chosen if which == samples}
+        dtypes = tuple(sorted({dtype for _, dtype in wanted}))
+        ops = all_ops().values() if wanted else ()
+        every = [case for op in ops for case in conformance_cuda.cases(op, dtypes, sm=sm)]
+        own = [case for case in every if (case.tactic.name, case.dtype) in wanted]
+        return own if samples == EVERY else conformance_cuda.telling(own, FEW)
+
+    def wait(self) -> Path:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.folder
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return item.fixturenames if isinstance(item, pytest.Function) else []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiling(
+    _gpu: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Compiling:
+    """Begins with the first test."""
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    folder = tmp_path_factory.mktemp("kernels") / "all"
+    return Compiling(request.session.items, folder, lambda text: reporter.write_line(f" [{text}]"))
 
 
 @pytest.fixture(scope="session")
-def kernels(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DeviceRunner]:
-    """Runs conformance cases of the tactics that tests were chosen for; their kernels have been compiled."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    chosen = {(c.params["name"], c.params["dtype"]) for i in items if (c := _callspec(i, "kernels"))}
-    folder = tmp_path_factory.mktemp("kernels") / "all"
-    sm = Device().sm
-    every = (case for op in all_ops().values() for case in conformance_cuda.cases(op, DTYPES, sm=sm))
-    compile_cases((case for case in every if (case.tactic.name, case.dtype) in chosen), sm, folder)
-    with DeviceRunner(folder) as runner:
+def kernels(compiling: Compiling) -> Iterator[DeviceRunner]:
+    """Runs conformance cases, whose kernels have been compiled."""
+    with DeviceRunner(compiling.wait()) as runner:
         yield runner
 
 
@@ -84,7 +132,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path, request.param
 
 
-@pytest.fixture(scope="session", params=["bfloat16", "float32"])
+@pytest.fixture(scope="session", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def deterministic_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One whose answers do not depend on the batch."""
     path = tmp_path_factory.mktemp("engines") / "deterministic.engine"

@@ -40,7 +40,9 @@ def part(sample: Sample, parts: Sequence[tuple[int, int]], name: str) -> Sample:
 
 
 @pytest.mark.parametrize("name", TACTICS)
-@pytest.mark.parametrize(("dim", "window"), [(64, 0), (128, 0), (128, 100)])
+@pytest.mark.parametrize(
+    ("dim", "window"), [(128, 100), *(pytest.param(d, 0, marks=pytest.mark.slow) for d in (64, 128))]
+)
 def test_a_token_has_the_same_bits_in_any_company(name: str, dim: int, window: int, tmp_path: Path) -> None:
     tactic = all_tactics()[name]
     g = torch.Generator().manual_seed(0)

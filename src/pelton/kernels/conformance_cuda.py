@@ -9,7 +9,7 @@ sentinels, the workspace is NaN, and inputs must come back unchanged.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ MARGIN = 64
 _ELEMENTS = {"*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16, "*i32": torch.int32}
 _ELEMENTS["*u8"] = torch.uint8
 SENTINEL = 7.5
+#: Ops with large kernels, by parts of their names.
+_LARGE = ("linear", "attention")
 #: Operands that are weights, by parts of their names: their sizes are fixed when an engine is built.
 _FIXED = ("weight", "bias", "inv_freq", "scales", "zeros", "order")
 
@@ -113,6 +115,38 @@ def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0, sm: int = 0) -> Iterat
                 yield Case(op, cast, tactic, dtype, packed)
                 if tactic.decode is not None and _decodes(op, cast):
                     yield Case(op, cast, tactic, dtype, packed, decode=True)
+
+
+def telling(cases: Iterable[Case], most: int = 4) -> list[Case]:
+    """At most ``most`` cases of each tactic and type: the smallest of each type of weight and kind of step,
+    then some of other sizes. All cases of ops whose kernels are small, as those take no time to compile."""
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.tactic.name, case.dtype), []).append(case)
+    chosen = []
+    for group in groups.values():
+        if not any(part in group[0].op.name for part in _LARGE):
+            chosen += group
+            continue
+        group.sort(key=_numbers)
+        kinds: dict[tuple[object, ...], Case] = {}
+        for case in group:
+            kinds.setdefault((case.decode, *sorted(w.quant for w in case.packed.values())), case)
+        own = evenly(list(kinds.values()), most)
+        names = {str(case) for case in own}
+        rest = [case for case in group[: max(most, len(group) * 3 // 4)] if str(case) not in names]
+        chosen += own + evenly(rest, most - len(own))
+    return chosen
+
+
+def _numbers(case: Case) -> int:
+    return sum(a.numel() for a in case.sample.args if isinstance(a, torch.Tensor))
+
+
+def evenly(cases: list[Case], count: int) -> list[Case]:
+    """``count`` of them, the first among them, evenly spaced."""
+    count = min(count, len(cases))
+    return [cases[i * len(cases) // count] for i in range(count)]
 
 
 def _decodes(op: Op, sample: Sample) -> bool:
