@@ -20,6 +20,8 @@ _LAZY = {
     "DimRange": "pelton.engine.shapes",
     "Session": "pelton.engine.session",
     "build": "pelton.builder.build",
+    "quantize": "pelton.builder.write_quantized",
+    "QuantConfig": "pelton.quant.config",
     "refit": "pelton.builder.refit",
     "strip": "pelton.builder.strip",
     "register_model": "pelton.models.registry",
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from pelton.builder.build import build as build
     from pelton.builder.refit import refit as refit
     from pelton.builder.strip import strip as strip
+    from pelton.builder.write_quantized import quantize as quantize
     from pelton.engine.config import BuildConfig as BuildConfig
     from pelton.engine.session import Session as Session
     from pelton.engine.shapes import DimRange as DimRange
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from pelton.kernels.user_op import op as op
     from pelton.kernels.user_tactic import tactic as tactic
     from pelton.models.registry import register_model as register_model
+    from pelton.quant.config import QuantConfig as QuantConfig
     from pelton.runtime.request import CompletionOutput as CompletionOutput
     from pelton.runtime.request import RequestOutput as RequestOutput
     from pelton.runtime.request import SamplingParams as SamplingParams

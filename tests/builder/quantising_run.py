@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from pelton.builder.peak import PeakMemory, anonymous_bytes
-from pelton.builder.write_quantized import quantize_to
-from pelton.models.checkpoint import open_checkpoint
+from pelton.builder.write_quantized import quantize
 from pelton.quant.config import Calibration
 from pelton.quant.recipes import RECIPES, with_fields
 from tests.builder.streaming_build import write_checkpoint
@@ -31,7 +30,7 @@ def main() -> None:
         recipe = with_fields(recipe, calibration=Calibration(sequences=4, length=64))
     before = anonymous_bytes()
     with PeakMemory() as peak:
-        report = quantize_to(open_checkpoint(folder / "model"), recipe, folder / "small")
+        report = quantize(folder / "model", recipe, folder / "small")
     print(json.dumps({"took": peak.peak - before, "layers": len(report.layers)}))
 
 

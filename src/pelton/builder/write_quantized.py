@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pelton.builder.clock import Progress
-from pelton.builder.quantize import quantize
+from pelton.builder.quantize import quantize as quantize_layers
 from pelton.builder.quantize_report import QuantizeReport
 from pelton.dtypes import GGUF_BLOCK_TYPES
 from pelton.errors import ConfigError
-from pelton.models.checkpoint import Checkpoint
+from pelton.models.checkpoint import Checkpoint, open_checkpoint
 from pelton.models.checkpoint.write import FORMATS, write_checkpoint
 from pelton.quant.config import NONE, QuantConfig
+from pelton.quant.recipes import recipe
 
 #: Whether a format stores a type.
 _STORES: dict[str, Callable[[str], bool]] = {
@@ -66,32 +67,36 @@ def _lacks(name: str, config: QuantConfig) -> str:
     return ""
 
 
-def quantize_to(
-    checkpoint: Checkpoint,
-    config: QuantConfig,
-    output: Path,
+def quantize(
+    checkpoint: str | Path | Checkpoint,
+    config: QuantConfig | str,
+    output: str | Path,
     *,
     fmt: str | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
-    """Quantise ``checkpoint`` into the folder ``output``, in ``fmt``.
+    """Quantise ``checkpoint`` by ``config`` (or the recipe of that name) into the folder ``output``.
+
+    ``fmt``: compressed-tensors, gptq or bitsandbytes; None: the first that can hold it.
 
     Finished layers are kept in ``OUTPUT.partial`` until it is written: started again after it was killed,
     it goes on there. Raises ``ConfigError``, ``CheckpointError`` and ``BuildError`` as ``quantize`` does.
     """
+    config = recipe(config) if isinstance(config, str) else config
     config.check()
-    fmt = format_for(config, fmt)
+    fmt, output = format_for(config, fmt), Path(output)
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ConfigError(f"{output} exists; remove it or choose another output")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {output.absolute().parent} to put {output.name} in")
     partial = output.with_name(output.name + ".partial")
-    view, report = quantize(checkpoint, config, partial, progress=progress)
+    view, report = quantize_layers(opened, config, partial, progress=progress)
     if progress is not None:
         progress("write", 0, 0)
     write_checkpoint(
         output,
-        checkpoint,
+        opened,
         ((name, view.read(name)) for name in view.changed),
         config,
         fmt,

@@ -93,7 +93,8 @@ def quantize(
     assert checkpoint and output and name
     config = _config(name, given)
     try:
-        from pelton.builder.write_quantized import format_for, quantize_to
+        from pelton.builder.write_quantized import format_for
+        from pelton.builder.write_quantized import quantize as write
     except ImportError as error:
         raise MissingDependencyError(
             f"quantising needs {error.name or 'torch'}: pip install 'pelton[build]'"
@@ -101,7 +102,7 @@ def quantize(
     fmt = format_for(config, fmt)
     opened = _open(checkpoint)
     with build_progress(quiet) as progress:
-        report = quantize_to(opened, config, output, fmt=fmt, progress=progress)
+        report = write(opened, config, output, fmt=fmt, progress=progress)
     if not quiet:
         click.echo(report.text())
         click.echo(f"  {output.name}  {report.summary()}, {fmt}")
