@@ -21,6 +21,7 @@ from pelton.errors import ConfigError
 from pelton.kernels import native
 from pelton.kernels.cpu_levels import ANY, INCLUDES
 from pelton.kernels.linear.packed import X_CODES
+from pelton.kernels.tactic import FP8_SM
 from pelton.passes import PASSES, Mode
 from pelton.quant.repack import EQUAL
 
@@ -35,8 +36,6 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("float32", "int8")
 KV_DTYPES = ("float32", "float16", "bfloat16", *KV_CODES)
-#: First compute capability with conversions of fp8.
-_FP8_SM = 89
 #: What users call them.
 _KV_ALIASES = {"fp8": "float8_e4m3fn"}
 MODEL_IMPLS = ("auto", "pelton", "transformers")
@@ -192,9 +191,9 @@ def _resolve_gpu_types(values: dict[str, Any], facts: CheckpointFacts, notes: li
     if values["kv_dtype"] is None:
         values["kv_dtype"] = values["dtype"]
     _resolve_kv_dtype(values)
-    if values["kv_dtype"] == "float8_e4m3fn" and sm_of(values["target"]) < _FP8_SM:
+    if values["kv_dtype"] == "float8_e4m3fn" and sm_of(values["target"]) < FP8_SM:
         raise ConfigError(
-            f"kv_dtype fp8 needs a GPU that converts fp8, sm_{_FP8_SM} or later, and target is "
+            f"kv_dtype fp8 needs a GPU that converts fp8, sm_{FP8_SM} or later, and target is "
             f"{values['target']}; use int8, which has as few bytes"
         )
 

@@ -29,7 +29,7 @@ from pelton.kernels.conformance import (
 )
 from pelton.kernels.launch import COUNTERS, Argument, CallSpec, KernelSource, LaunchSpec, OperandSpec, Work
 from pelton.kernels.layouts import LAYOUTS
-from pelton.kernels.tactic import Tactic, all_tactics
+from pelton.kernels.tactic import FP8_SM, Tactic, all_tactics
 
 #: Elements around an output that must stay as they were.
 MARGIN = 64
@@ -102,6 +102,8 @@ def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0, sm: int = 0) -> Iterat
     tactics = [t for t in known if t.op == op.name and t.device == "cuda" and t.sm in (0, sm)]
     samples = op.samples(torch.Generator().manual_seed(seed)) if tactics else ()
     for number, sample in enumerate(samples):
+        if 0 < sm < FP8_SM and any(getattr(a, "dtype", None) == torch.float8_e4m3fn for a in sample.args):
+            continue
         for dtype in dtypes:
             if any(quant not in ("float32", "bfloat16", *GPU_BLOCK_TYPES) for quant in sample.quant.values()):
                 continue

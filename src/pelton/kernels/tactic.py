@@ -136,6 +136,8 @@ def native_caches(node: NodeSpec, k: int, v: int) -> bool:
     )
 
 
+#: First compute capability with conversions of fp8.
+FP8_SM = 89
 #: Element types of the GPU kernels' operands.
 GPU_FLOATS = ("float32", "float16", "bfloat16")
 
