@@ -203,7 +203,7 @@ class Ahead:
         with self.clock.waiting():
             tokens_N = flight.pending.tokens()
         everyone = step.everyone
-        if everyone is not None and seats.everyone is everyone:
+        if everyone is not None and seats.still(everyone):
             special_N = self._reveal(everyone.at, everyone.seats_B, tokens_N)
             sits_N = everyone.all_B
         else:

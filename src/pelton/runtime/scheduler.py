@@ -141,11 +141,14 @@ class Scheduler:
 
     def _everyone(self) -> Everyone | None:
         """All who sit, their blocks allocated, if each is to get one token and nobody has to step back."""
-        everyone, n = self.seats.everyone, len(self.running)
-        if not 0 < n <= self.max_num_batched_tokens:
+        if not 0 < len(self.running) <= self.max_num_batched_tokens:
+            return None
+        newest = self.running[-1]
+        if newest.num_tokens - newest.num_computed != 1:  # the likeliest reason against it, and cheap
             return None
         if self.waiting and self.waiting[0].order < self.running[-1].order:
             return None
+        everyone = self.seats.everyone
         counters, at = self.seats.counters_CS, everyone.at
         tokens = counters[NUM_TOKENS, at]
         if (tokens - counters[NUM_COMPUTED, at] != 1).any() or (tokens >= counters[MAX_TOTAL, at]).any():

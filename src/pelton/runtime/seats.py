@@ -92,6 +92,10 @@ class Seats:
             self._everyone = Everyone(self, [self._sitting[s] for s in seats], np.array(seats, np.int32))
         return self._everyone
 
+    def still(self, everyone: Everyone) -> bool:
+        """Whether nobody has come or left since."""
+        return self._everyone is everyone
+
     def take(self, sequence: Sequence) -> None:
         """Seat a sequence that holds no blocks."""
         seat = heapq.heappop(self._free)
