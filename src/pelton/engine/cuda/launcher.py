@@ -25,7 +25,23 @@ from pelton.kernels.gpu.driver import (
     launch,
     tensor_map,
 )
-from pelton.kernels.launch import Argument
+from pelton.kernels.launch import Argument, Term
+
+
+class _Sizes:
+    """A step's sizes, and the grids of its launches: layers share theirs."""
+
+    def __init__(self, dims: Mapping[str, int]) -> None:
+        self.dims = dims
+        self._grids: dict[tuple[tuple[Term, ...], ...], tuple[int, ...]] = {}
+
+    def grid(self, axes: tuple[tuple[Term, ...], ...]) -> tuple[int, ...]:
+        """Programs along three axes."""
+        found = self._grids.get(axes)
+        if found is None:
+            counts = [sum(term.value(self.dims) for term in axis) for axis in axes]
+            found = self._grids[axes] = (*counts, *[1] * (3 - len(axes)))
+        return found
 
 
 class _Bound:
@@ -45,11 +61,11 @@ class _Bound:
             self.config.attributes = C.pointer(self._attribute)
             self.config.n_attributes = 1
 
-    def run(self, stream: Stream, dims: Mapping[str, int]) -> None:
-        grid = [sum(term.value(dims) for term in axis) for axis in self.work.grid]
+    def run(self, stream: Stream, sizes: _Sizes) -> None:
+        grid = sizes.grid(self.work.grid)
         if 0 in grid:  # a step may want no logits at all
             return
-        self.config.grid[:] = grid + [1] * (3 - len(grid))
+        self.config.grid[:] = grid
         self.config.stream = stream.handle
         launch(self.config, self.function.handle, self.parameters)
 
@@ -66,15 +82,15 @@ class _Product:
         self._arguments = {name: getattr(work, name) for name in _MATMUL}
         self._arguments |= addresses
 
-    def run(self, stream: Stream, dims: Mapping[str, int]) -> None:
-        if dims[self._rows]:
-            self._cublas.matmul(stream, tokens=dims[self._rows], **self._arguments)
+    def run(self, stream: Stream, sizes: _Sizes) -> None:
+        if tokens := sizes.dims[self._rows]:
+            self._cublas.matmul(stream, tokens=tokens, **self._arguments)
 
 
 class _Work(Protocol):
     """What an instruction puts into the stream."""
 
-    def run(self, stream: Stream, dims: Mapping[str, int]) -> None: ...
+    def run(self, stream: Stream, sizes: _Sizes) -> None: ...
 
 
 class Launcher:
@@ -193,14 +209,19 @@ class Launcher:
         """
         for name, value in self._dims.items():
             value.value = dims[name]
+        sizes = _Sizes(dims)
         for index, choices in enumerate(self._bound):
             rows = dims[self._rows[index]]
-            fitting = next(((always, decode) for largest, always, decode in choices if rows <= largest), None)
-            if fitting is None:
+            works = None
+            for largest, always, decode in choices:
+                if rows <= largest:
+                    works = decode if decodes else always
+                    break
+            if works is None:
                 name = self._plan.instructions[index].name
                 raise EngineError(f"the plan has no kernel for {rows} rows of {name}")
-            for work in fitting[decodes]:
-                work.run(stream, dims)
+            for work in works:
+                work.run(stream, sizes)
             if after is not None:
                 after(index)
 
