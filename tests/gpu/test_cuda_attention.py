@@ -30,13 +30,14 @@ PARTS = {
 }
 
 
-def part(sample: Sample, parts: Sequence[tuple[int, int]], name: str) -> Sample:
-    """The sample's one sequence as several over the same blocks."""
+def part(sample: Sample, parts: Sequence[tuple[int, int]], name: str, padding: int = 0) -> Sample:
+    """The sample's one sequence as several over the same blocks; behind them ``padding`` without keys."""
     q, k_cache, v_cache, table, _, _, *rest = sample.args
-    ends = torch.tensor([0, *(stop - start for start, stop in parts)]).cumsum(0).int()
-    lens = torch.tensor([stop for _, stop in parts], dtype=torch.int32)
-    some = torch.cat([q[start:stop] for start, stop in parts])
-    return Sample(args=(some, k_cache, v_cache, table.repeat(len(parts), 1), ends, lens, *rest), name=name)
+    tokens = [*(stop - start for start, stop in parts), *[1] * padding]
+    ends = torch.tensor([0, *tokens]).cumsum(0).int()
+    lens = torch.tensor([*(stop for _, stop in parts), *[0] * padding], dtype=torch.int32)
+    some = torch.cat([*(q[start:stop] for start, stop in parts), q[:padding]])
+    return Sample(args=(some, k_cache, v_cache, table.repeat(len(tokens), 1), ends, lens, *rest), name=name)
 
 
 @pytest.mark.parametrize("name", TACTICS)
@@ -53,10 +54,12 @@ def test_a_token_has_the_same_bits_in_any_company(name: str, dim: int, window: i
     if tactic.sm not in (0, Device().sm) or not tactic.supports(node_spec(OP, sample)):
         pytest.skip("the tactic does not take this on this GPU")
     samples = [sample, *(part(sample, parts, what) for what, parts in PARTS.items())]
+    few = [(0, 1), (256, 257), (KEYS - 1, KEYS)]
+    samples.append(part(sample, few, "padded as graphs are", padding=5))
     cases = [Case(OP, s, tactic, "bfloat16") for s in samples]
     compile_cases(cases, Device().sm, tmp_path / "kernels")
     with DeviceRunner(tmp_path / "kernels") as runner:
         whole, *others = [runner(case, call_of(case)).outputs[0] for case in cases]
-    for got, (what, parts) in zip(others, PARTS.items(), strict=True):
+    for got, (what, parts) in zip(others, [*PARTS.items(), ("padded", few)], strict=True):
         want = torch.cat([whole[start:stop] for start, stop in parts])
-        assert torch.equal(got.view(torch.int16), want.view(torch.int16)), what
+        assert torch.equal(got[: len(want)].view(torch.int16), want.view(torch.int16)), what
