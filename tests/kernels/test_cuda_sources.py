@@ -7,12 +7,13 @@ from benchmarks import h200_kernels
 
 from pelton.builder.cubins import compile_kernel
 from pelton.builder.selection import CudaSelector
+from pelton.builder.tactics import supporting
 from pelton.engine.config import BuildConfig
 from pelton.errors import BuildError
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import Argument, CallSpec, KernelSource, LaunchSpec, OperandSpec, on_behalf
 from pelton.kernels.paged_attention.hopper import attention
-from pelton.kernels.tactic import Tactic, all_tactics
+from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, all_tactics
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="NVRTC (nvidia-cuda-nvrtc) is not here")
 
@@ -124,3 +125,20 @@ def test_rows_that_tensor_copies_cannot_reach_are_left_to_triton() -> None:
     (work,) = tactic.launches(call, 8)
     assert isinstance(work, LaunchSpec)
     assert isinstance(work.kernel, KernelSource)
+
+
+def test_few_tokens_of_16_bits_are_taken_by_the_kernel_of_sm_90() -> None:
+    call, _ = product_call("norm_linear_gated", 8, 96, 200, "bfloat16")
+    node = NodeSpec(
+        op="norm_linear_gated",
+        inputs=tuple(None if o is None else TensorSpec(dtype=o.dtype, shape=o.shape) for o in call.inputs),
+        attrs=call.attrs,
+    )
+    for sm, names in (
+        (90, ("hopper8", "hopper8", "hopper16", "cublaslt")),
+        (80, ("gemv", "stream16", "stream16", "cublaslt")),
+    ):
+        known = {n: t for n, t in all_tactics().items() if t.device == "cuda" and t.sm in (0, sm)}
+        found = supporting(node, known)
+        chosen = [next(t.name for t in found if t.takes(tokens)) for tokens in (1, 8, 16, 17)]
+        assert chosen == [f"cuda.norm_linear_gated.{name}" for name in names]

@@ -11,8 +11,10 @@ FILE = "linear/hopper_rows.cu"
 #: Columns and bytes of a row of a box.
 COLUMNS, ROW_BYTES = 64, 128
 #: Dynamic shared memory, bytes. No two blocks fit into a multiprocessor: else the next kernel, which begins
-#: early, would put two where this one has none, and they would be the last to end. One of attention does.
-SHARED = 114 << 10
+#: early, would put two where this one has none, and they would be the last to end. With matrices of up to
+#: ``_SMALL`` elements, such as stand around attention, one of its blocks fits too; others' rings are deep.
+SHARED, DEEP = 114 << 10, 200 << 10
+_SMALL = 1 << 25
 #: Values of the constant GATED.
 _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 _MOST_STAGES = 12
@@ -42,10 +44,12 @@ class _Plan:
     """Blocks with work, of which each has ``each`` tiles of rows."""
     each: int
     stages: int
+    shared: int
 
 
 def plan(p: HopperProduct, tiles: HopperTiles) -> _Plan:
-    """As many tiles in flight as fit into ``SHARED``."""
+    """As many tiles in flight as fit into the shared memory that such a product has."""
+    shared = SHARED if p.n * p.k * (2 if p.kind else 1) <= _SMALL else DEEP
     n_tiles = -(-p.n // out_rows(p, tiles))
     workers = -(-n_tiles // -(-n_tiles // PROCESSORS))
     each = -(-n_tiles // workers)
@@ -55,10 +59,10 @@ def plan(p: HopperProduct, tiles: HopperTiles) -> _Plan:
     # The norm's weight, sums where the ring goes on, sums of squares, barriers, up to a multiple of 1024.
     besides = 2 * columns if p.norm is not None else 0
     besides += (sums if each > 1 else 0) + tiles.splits * tiles.tokens * 4 + 16 * _MOST_STAGES + 1024
-    stages = min(_MOST_STAGES, (SHARED - besides) // stage)
+    stages = min(_MOST_STAGES, (shared - besides) // stage)
     assert stages >= 2, f"{tiles} does not fit"
     assert each > 1 or sums <= stages * stage, "the sums of a single tile lie in the ring"
-    return _Plan(workers, each, stages)
+    return _Plan(workers, each, stages, shared)
 
 
 def out_rows(p: HopperProduct, tiles: HopperTiles) -> int:
@@ -106,7 +110,7 @@ def product(call: CallSpec, p: HopperProduct, tiles: HopperTiles) -> LaunchSpec:
             "HALF": int(p.dtype == "float16"),
         },
         threads=32 * (tiles.warps + 1),
-        shared=SHARED,
+        shared=layout.shared,
         suffix="a",
         dependent=True,
     )

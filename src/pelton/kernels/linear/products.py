@@ -358,7 +358,7 @@ def tactics(op: str, form: Form) -> list[Tactic]:
             )
             for i, m in enumerate(_HOPPER_TOKENS)
         ),
-        tactic("gemv", gemv_launches, 70, lambda node, tokens: 0, _supports_gemv, largest=1),
+        tactic("gemv", gemv_launches, 40, lambda node, tokens: 0, _supports_gemv, largest=1),
         tactic("stream16", stream_launches, 30, stream_nbytes, largest=16),
         # Where cuBLASLt cannot: its own are as fast.
         *(
