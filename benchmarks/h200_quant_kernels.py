@@ -28,7 +28,7 @@ from pelton.dtypes import BLOCK_TYPES
 from pelton.engine.resources import cores
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work
 from pelton.kernels.layouts import LAYOUTS
-from pelton.kernels.linear.packed import X_CODES, packed, unpacked, w8a8
+from pelton.kernels.linear.packed import X_CODES, packed, unpacked
 from pelton.kernels.linear.packed_few import FewTiles, few
 from pelton.kernels.linear.packed_many import ManyTiles, many
 from pelton.kernels.linear.packed_tiles import PackedTiles, unit_columns
@@ -84,13 +84,6 @@ TRIED_FEW = {
     8: ((16, 2, 1), (16, 4, 1), (8, 1, 2), (8, 2, 2), (8, 1, 3), (8, 2, 3)),
     16: ((16, 2, 1), (16, 3, 1), (16, 4, 1), (8, 2, 2)),
 }
-#: Tokens, panels, unit, units, programs a multiprocessor, stages, warps of products of 8-bit codes.
-TRIED_W8A8 = (
-    (64, 8, 128, 1, 1, 4, 8),
-    (128, 8, 128, 1, 1, 4, 8),
-    (128, 8, 256, 1, 1, 3, 8),
-    (256, 8, 128, 1, 1, 3, 8),
-)
 
 
 def variants(quants: list[str], tokens: list[int], shapes: list[str], kinds: set[str]) -> Iterator[Variant]:
@@ -112,14 +105,7 @@ def variants(quants: list[str], tokens: list[int], shapes: list[str], kinds: set
         if "packed" in kinds:
             for tiles in tiles_of(quant, m, n, k, gated=form.gated):
                 tried.append((asdict(tiles), packed(form, call, tiles, m)))
-        if "w8a8" in kinds and m >= 64 and quant in X_CODES:
-            for bm, p, unit, units, share, stages, warps in TRIED_W8A8:
-                if (unit > 128 and quant == "fp8_g128") or bm > 2 * m:
-                    continue
-                p = p // 2 if form.gated else p
-                tiles = PackedTiles(bm, p, unit, units, share * PROCESSORS, stages, warps)
-                tried.append(({"w8a8": 1, **asdict(tiles)}, w8a8(form, call, tiles, m)))
-        if "codes" in kinds and m >= 64 and quant in ("int8_row", "fp8_row"):
+        if "codes" in kinds and m >= 64 and quant in X_CODES:
             for many_tiles in (ManyTiles(64, 2), ManyTiles(64, 3), ManyTiles(128, 2)):
                 registers = (2 if form.gated else 1) * many_tiles.tokens
                 if registers <= 128 and (many_tiles.groups == 2 or registers == 64):
@@ -175,7 +161,7 @@ def main() -> None:
     parser.add_argument("--types", default="int4_g128,fp8_row")
     parser.add_argument("--tokens", default="1,8,16,32,64,128,256")
     parser.add_argument("--shapes", default="qkv,o,gate_up,down")
-    parser.add_argument("--kinds", default="few,packed,w8a8,unpack")
+    parser.add_argument("--kinds", default="few,many,packed,codes,unpack")
     parser.add_argument("--top", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -200,4 +200,17 @@ def test_a_checkpoint_with_two_kinds_of_quantised_inputs_keeps_them_whole() -> N
     )
     config, notes = resolve(BuildConfig(target="sm_90"), mixed)
     assert config.activations == "bfloat16"
-    assert "int8 and fp8" in "\n".join(notes)
+    assert "fp8 and int8" in "\n".join(notes)
+
+
+def test_products_of_codes_are_for_one_architecture() -> None:
+    fp8 = CheckpointFacts(
+        max_position_embeddings=2048,
+        matrix_elements={"fp8_row": 1000, "bfloat16": 10},
+        quantised_inputs=frozenset({"fp8"}),
+    )
+    config, notes = resolve(BuildConfig(target="sm_80"), fp8)
+    assert config.activations == "bfloat16"
+    assert "inputs of products stay bfloat16" in "\n".join(notes)
+    with pytest.raises(ConfigError, match="on sm_90"):
+        resolve(BuildConfig(target="sm_80", activations="fp8"), fp8)

@@ -36,6 +36,8 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("float32", "int8")
 KV_DTYPES = ("float32", "float16", "bfloat16", *KV_CODES)
+#: What products of 8-bit codes are for (``hopper_packed.cu``).
+_CODES_SM = 90
 #: What users call them.
 _KV_ALIASES = {"fp8": "float8_e4m3fn"}
 MODEL_IMPLS = ("auto", "pelton", "transformers")
@@ -209,6 +211,8 @@ def _resolve_gpu_activations(values: dict[str, Any], facts: CheckpointFacts, not
     """Inputs are codes where the checkpoint says so of its products, or where that is asked for."""
     dtype, wanted = values["dtype"], values["activations"]
     able = {code for quant, code in X_CODES.items() if facts.matrix_elements.get(quant)}
+    if sm_of(values["target"]) != _CODES_SM:
+        able = set()
     if wanted is None:
         said = facts.quantised_inputs & able
         values["activations"] = next(iter(said)) if len(said) == 1 else dtype
@@ -217,13 +221,14 @@ def _resolve_gpu_activations(values: dict[str, Any], facts: CheckpointFacts, not
                 f"large steps quantise the inputs of products to {values['activations']}, token by token, as "
                 f"the checkpoint has it; activations {dtype} leaves them as they are"
             )
-        elif said:
-            notes.append(f"inputs of products stay {dtype}: the checkpoint has int8 and fp8 ones")
+        elif facts.quantised_inputs:
+            types = " and ".join(sorted(facts.quantised_inputs))
+            notes.append(f"inputs of products stay {dtype}, which the checkpoint quantises to {types}")
     elif wanted not in (dtype, *able):
         known = ", ".join((dtype, *sorted(able)))
         raise ConfigError(
-            f"activations {wanted!r} does not fit this build (known: {known}): on a GPU they have dtype, or "
-            "are int8 or fp8 as the weights are"
+            f"activations {wanted!r} does not fit this build (known: {known}): on a GPU they have dtype, or, "
+            f"on sm_{_CODES_SM}, are int8 or fp8 as weights with a scale a row are"
         )
 
 

@@ -24,12 +24,10 @@ from pelton.kernels.launch import (
 )
 from pelton.kernels.linear.packed_tiles import (
     PACKED_STEPS,
-    W8A8_STEPS,
     PackedTiles,
     invariant_packed_tiles,
     packed_tiles,
     unit_columns,
-    w8a8_tiles,
 )
 from pelton.kernels.linear.products import Form, Launches, Product, aligned, cublaslt, normed_bytes
 from pelton.kernels.tactic import GPU_FLOATS, NodeSpec, Tactic
@@ -38,7 +36,7 @@ MODULE = "pelton.kernels.linear.triton_packed"
 UNPACK = "pelton.kernels.linear.triton_unpack"
 QUANTIZE = "pelton.kernels.linear.triton_quantize"
 #: Types whose codes are multiplied with codes of the input: which those are.
-X_CODES = {"int8_row": "int8", "fp8_row": "fp8", "fp8_g128": "fp8"}
+X_CODES = {"int8_row": "int8", "fp8_row": "fp8"}
 LAYOUT = "mma16"
 
 _CODE = {"nf4_g64": "nf4", "fp4_g64": "e2m1", "nvfp4": "e2m1", "mxfp4": "e2m1"}
@@ -68,47 +66,30 @@ def packed(
     """
     p = Product(form, call, max_tokens)
     b = p.builder(MODULE, "packed", normed=form.norm is not None).output("out")
-    b.constants(x_scales=None, X_CODES="")
-    return *p.norm(), _launch(p, b, tiles, prefetch)
-
-
-def w8a8(form: Form, call: CallSpec, tiles: PackedTiles, max_tokens: int) -> tuple[Work, ...]:
-    """Rows, normed where the op has a norm, as 8-bit codes into the workspace, and a product of codes."""
-    p = Product(form, call, max_tokens)
-    codes, scales = quantised_rows(p)
-    b = p.builder(MODULE, "packed", codes=True).output("out").workspace("x_scales", scales)
-    b.constants(X_CODES=X_CODES[p.weight.quant])
-    return codes, _launch(p, b, tiles, 0)
-
-
-def quantised_rows(p: Product) -> tuple[LaunchSpec, int]:
-    """x as codes at the workspace's beginning, and where its scales lie; ``p.scratch`` is then behind."""
-    quant, form = p.weight.quant, p.form
-    p.scratch, scales = quantised_bytes(quant, p.k, p.max_tokens)
-    block, size = power_of_two(p.k), GROUP_BLOCK_TYPES[quant].block_size
-    b = Builder(p.call, QUANTIZE, "quantize_rows").input("x", 0)
-    b = b.constants(norm=None) if form.norm is None else b.input("norm", form.norm)
-    b.workspace("codes", dtype="uint8").workspace("scales", scales)
-    b.number("eps", float(p.call.attrs.get("eps", 0.0)))
-    b.constants(
-        K=p.k, X_ROW=p.x.strides[0], X_CODES=X_CODES[quant], GROUP=size if size > 1 else 0, BLOCK=block
-    )
-    return b.launch((rows(p.x),), num_warps=max(1, min(16, block // 512))), scales
-
-
-def quantised_bytes(quant: str, k: int, max_tokens: int) -> tuple[int, int]:
-    """(Bytes of quantised rows in the workspace, where their scales begin)."""
-    codes, size = aligned(max_tokens * k), GROUP_BLOCK_TYPES[quant].block_size
-    return codes + aligned(max_tokens * 4 * (k // size if size > 1 else 1)), codes
-
-
-def _launch(p: Product, b: Builder, tiles: PackedTiles, prefetch: int) -> LaunchSpec:
     b.workspace("partial", p.scratch).counters("counters").dim("tokens", p.x.shape[0])
     b.constants(PANEL_BYTES=panel_bytes(p.weight.quant, p.k), **type_constants(p.weight.quant))
     b.constants(BLOCK_M=tiles.block_m, P=tiles.panels, UNIT=tiles.unit, UNITS=tiles.units)
     b.constants(PROGRAMS=tiles.programs, STAGES=tiles.stages, PREFETCH=prefetch)
     grid = (Term(times=tiles.programs),), (rows(p.x, tiles.block_m),)
-    return b.launch(*grid, num_warps=tiles.warps, dependent=True)
+    return *p.norm(), b.launch(*grid, num_warps=tiles.warps, dependent=True)
+
+
+def quantised_rows(p: Product) -> tuple[LaunchSpec, int]:
+    """x as codes at the workspace's beginning, and where its scales lie; ``p.scratch`` is then behind."""
+    p.scratch, scales = quantised_bytes(p.k, p.max_tokens)
+    block, norm = power_of_two(p.k), p.form.norm
+    b = Builder(p.call, QUANTIZE, "quantize_rows").input("x", 0)
+    b = b.constants(norm=None) if norm is None else b.input("norm", norm)
+    b.workspace("codes", dtype="uint8").workspace("scales", scales)
+    b.number("eps", float(p.call.attrs.get("eps", 0.0)))
+    b.constants(K=p.k, X_ROW=p.x.strides[0], X_CODES=X_CODES[p.weight.quant], BLOCK=block)
+    return b.launch((rows(p.x),), num_warps=max(1, min(16, block // 512))), scales
+
+
+def quantised_bytes(k: int, max_tokens: int) -> tuple[int, int]:
+    """(Bytes of quantised rows in the workspace, where their scales begin)."""
+    codes = aligned(max_tokens * k)
+    return codes + aligned(max_tokens * 4), codes
 
 
 def whole(tiles: PackedTiles, n: int, k: int) -> bool:
@@ -145,13 +126,6 @@ def supports_packed(form: Form, node: NodeSpec) -> bool:
     rest = [t.quant or t.dtype for i, t in enumerate(node.inputs) if t is not None and i != 1]
     gated = not form.gated or (node.attrs["kind"] in KINDS and int(weight.shape[0]) % (2 * PANEL) == 0)
     return weight.quant in GPU_BLOCK_TYPES and all(kind in GPU_FLOATS for kind in rest) and gated
-
-
-def _supports_w8a8(form: Form, node: NodeSpec, code: str) -> bool:
-    weight = node.inputs[1]
-    assert weight is not None
-    asked = X_CODES.get(weight.quant) == node.activations == code
-    return asked and supports_packed(form, node) and int(weight.shape[1]) % 16 == 0
 
 
 def _supports_unpacked(form: Form, node: NodeSpec) -> bool:
@@ -228,29 +202,6 @@ def packed_tactics(op: str, form: Form) -> list[Tactic]:
     def invariant(n: int, k: int, tokens: int, dtype: str, quant: str) -> PackedTiles:
         return invariant_packed_tiles(n, ITEMSIZE[dtype], form.gated, quant)
 
-    def w8a8_tactic(code: str, largest: int) -> Tactic:
-        def choose(n: int, k: int, tokens: int, quant: str) -> PackedTiles:
-            return w8a8_tiles(n, k, largest, form.gated, quant)
-
-        def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-            p = Product(form, call, max_tokens)
-            return w8a8(form, call, choose(p.n, p.k, max_tokens, p.weight.quant), max_tokens)
-
-        def nbytes(node: NodeSpec, max_tokens: int) -> int:
-            n, k, _, quant = _sizes(form, node)
-            rows_bytes, _ = quantised_bytes(quant, k, max_tokens)
-            return rows_bytes + _partial_bytes(form, n, k, max_tokens, choose(n, k, max_tokens, quant))
-
-        return tactic(
-            f"w8a8.{code}{largest}",
-            launches,
-            nbytes,
-            lambda form, node: _supports_w8a8(form, node, code),
-            priority=15,  # where cuBLASLt cannot: Triton waits for every product of registers
-            precision=code,
-            largest_tokens=largest,
-        )
-
     return [
         *(
             tiled(f"packed{m}", measured, priority=39 if m <= 16 else 30, largest_tokens=m)
@@ -265,5 +216,4 @@ def packed_tactics(op: str, form: Form) -> list[Tactic]:
         ),
         tiled("packed", measured, priority=10),
         tiled("packed_invariant", invariant, priority=0, batch_invariant=True),
-        *(w8a8_tactic(code, m) for code in ("int8", "fp8") for m in W8A8_STEPS),
     ]

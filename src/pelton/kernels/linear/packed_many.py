@@ -113,8 +113,7 @@ def supports_codes(form: Form, node: NodeSpec, code: str) -> bool:
     """Where codes of the input are asked for and the weight has a scale a row."""
     weight = node.inputs[1]
     assert weight is not None
-    asked = X_CODES.get(weight.quant) == node.activations == code
-    return asked and type_constants(weight.quant)["GROUP"] == 0 and supports_few(form, node)
+    return X_CODES.get(weight.quant) == node.activations == code and supports_few(form, node)
 
 
 def many_tactics(op: str, form: Form) -> list[Tactic]:
@@ -138,7 +137,7 @@ def many_tactics(op: str, form: Form) -> list[Tactic]:
             n, k = int(weight.shape[0]) // (2 if form.gated else 1), int(weight.shape[1])
             used = normed_bytes(form, k, x.dtype, max_tokens)
             if codes:
-                used, _ = quantised_bytes(weight.quant, k, max_tokens)
+                used, _ = quantised_bytes(k, max_tokens)
             return used + partial_bytes(choose(n, k, max_tokens, weight.quant), max_tokens, form.gated)
 
         return Tactic(

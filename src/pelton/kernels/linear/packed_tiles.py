@@ -10,8 +10,6 @@ from pelton.kernels.linear.tiles import PROCESSORS
 
 #: Largest numbers of tokens that have tiles of their own.
 PACKED_STEPS = (16, 32, 64, 128)
-#: The same of products of 8-bit codes.
-W8A8_STEPS = (64, 256)
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,6 @@ def invariant_packed_tiles(n: int, itemsize: int, gated: bool, quant: str) -> Pa
     """One shape of tile for every step, a program each: a row's sum runs over its columns in one order."""
     unit = unit_columns(quant, 64)
     return PackedTiles(64 if itemsize == 2 else 32, 4, unit, 1, -(-n // (4 * PANEL)), 3, 4)
-
-
-def w8a8_tiles(n: int, k: int, tokens: int, gated: bool, quant: str) -> PackedTiles:
-    """Of products of 8-bit codes."""
-    block_m = next((m for m in (16, 32, 64) if tokens <= m), 128)
-    tiles = PackedTiles(block_m, 4 if gated else 8, 128, 1, PROCESSORS, 4, 8)
-    return replace(tiles, programs=max(1, min(tiles.programs, _steps(tiles, n, k) // 2)))
 
 
 def _steps(tiles: PackedTiles, n: int, k: int) -> int:

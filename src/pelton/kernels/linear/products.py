@@ -143,11 +143,10 @@ class Product:
             return ()
         return (norm_launch(self.call, self.form.norm, to_workspace=True),)
 
-    def builder(self, module: str, function: str, *, normed: bool = False, codes: bool = False) -> Builder:
-        """x, weight, bias, residual; ``normed``: x lies in the workspace; ``codes``: as 8-bit codes."""
+    def builder(self, module: str, function: str, *, normed: bool) -> Builder:
+        """x, weight, bias, residual; ``normed``: x lies in the workspace."""
         b = Builder(self.call, module, function)
-        normed = normed or codes
-        b = b.workspace("x", dtype="uint8" if codes else self.x.dtype) if normed else b.input("x", 0)
+        b = b.workspace("x", dtype=self.x.dtype) if normed else b.input("x", 0)
         b.input("weight", 1).input("bias", 2)
         if self.form.residual is None:
             b.constants(residual=None, R_ROW=0)

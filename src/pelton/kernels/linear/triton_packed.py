@@ -201,57 +201,8 @@ def unit(
 
 
 @triton.jit
-def unit8(
-    acc,
-    panels,
-    x_rows,
-    x_scales,
-    start,
-    K: tl.constexpr,
-    UNIT: tl.constexpr,
-    MASK: tl.constexpr,
-    P: tl.constexpr,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """As ``unit``, of rows that ``triton_quantize`` made: a product of codes, int8 ("s8") or e4m3.
-
-    ``x_scales``: (tokens) addresses of the rows' scales. Of groups the part is scaled, of row types the end.
-    """
-    KB: tl.constexpr = UNIT // 32
-    BLOCKS: tl.constexpr = (K + 31) // 32
-    kb = tl.arange(0, KB)[:, None, None, None]
-    lane = tl.arange(0, 32)[None, None, :, None]
-    byte = tl.arange(0, 16)[None, None, None, :]
-    first = start // 32
-    at = panels[None, :, None, None] + first * 512 + (kb * 512 + lane * 16 + byte)
-    k = start + tl.arange(0, UNIT)
-    if MASK:
-        codes = tl.load(at, mask=first + kb < BLOCKS, other=0)
-        v = tl.load(x_rows[None, :] + k[:, None], mask=(k < K)[:, None], other=0)
-    else:
-        codes = tl.load(at)
-        v = tl.load(x_rows[None, :] + k[:, None])
-    wide = codes.reshape(KB, P, 8, 4, 2, 2, 2, 2)  # block, panel, g, q, s, c, h, e
-    w = wide.permute(1, 6, 2, 0, 4, 3, 5, 7).reshape(P * 16, KB * 32)
-    if CODE == "s8":
-        part = tl.dot(w.to(tl.int8, bitcast=True), v.to(tl.int8, bitcast=True)).to(tl.float32)
-    else:
-        # Tensor cores add products of fp8 with 14 bits: no more than 128 of them at a time.
-        w, v = w.to(tl.float8e4nv, bitcast=True), v.to(tl.float8e4nv, bitcast=True)
-        part = tl.dot(w, v, max_num_imprecise_acc=128)
-    if GROUP > 0:
-        group = start // GROUP
-        d = scales_of(panels + BLOCKS * 512 + group * 64, "float32", P)
-        part *= d[:, None] * tl.load(x_scales + group)[None, :]
-    return acc + part
-
-
-@triton.jit
-def scaled(acc, panels, x_scales, K: tl.constexpr, P: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr):
-    """``acc`` (16 P, tokens) times the rows' scales, where a type has them, and the tokens'."""
-    if x_scales is not None and GROUP == 0:
-        acc *= tl.load(x_scales)[None, :]
+def scaled(acc, panels, K: tl.constexpr, P: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr):
+    """``acc`` (16 P, tokens) times the rows' scales, where a type has them."""
     if GROUP == 0 or GROUP == 16:
         COLS: tl.constexpr = 32 if CODE == "u8" or CODE == "s8" or CODE == "e4m3" else 64
         area = panels + (K + COLS - 1) // COLS * 512
@@ -267,7 +218,6 @@ def packed(
     bias,
     residual,
     out,
-    x_scales,
     partial,
     counters,
     tokens,
@@ -281,7 +231,6 @@ def packed(
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    X_CODES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     P: tl.constexpr,
     UNIT: tl.constexpr,
@@ -293,8 +242,7 @@ def packed(
 ):
     """As ``triton_stream.stream``, which explains the division of the work; a tile of rows is ``P`` panels.
 
-    With ``KIND`` the weight has N gate rows, whole panels, then N up rows. With ``X_CODES`` ``x`` has codes
-    that ``triton_quantize`` made, and the scales are at ``x_scales``.
+    With ``KIND`` the weight has N gate rows, whole panels, then N up rows.
     """
     pid = tl.program_id(0)
     BLOCK_N: tl.constexpr = P * 16
@@ -320,10 +268,7 @@ def packed(
                 prefetch(head + PANELS * PANEL_BYTES, PREFETCH)
         gdc_wait()
     # Clamped, not masked: what a row beyond the end computes is dropped at the store.
-    token = tl.minimum(m, tokens - 1).to(tl.int64)
-    x_rows = x + token * X_ROW
-    if X_CODES != "":
-        x_scales += token * (K // GROUP if GROUP > 0 else 1)
+    x_rows = x + tl.minimum(m, tokens - 1).to(tl.int64) * X_ROW
     # A program meets two shared tiles at most: where its run begins, and where it ends.
     size: tl.constexpr = BLOCK_N * BLOCK_M * (2 if KIND != "" else 1)
     parts = partial
@@ -338,19 +283,14 @@ def packed(
         for i in tl.static_range(UNITS):
             at = step % k_tiles * BLOCK_K + i * UNIT
             ups = panels + PANELS * PANEL_BYTES
-            if X_CODES != "":
-                acc = unit8(acc, panels, x_rows, x_scales, at, K, UNIT, K % BLOCK_K != 0, P, CODE, GROUP)
-                if KIND != "":
-                    up = unit8(up, ups, x_rows, x_scales, at, K, UNIT, K % BLOCK_K != 0, P, CODE, GROUP)
-            else:
-                acc = unit(acc, panels, x_rows, at, K, UNIT, K % BLOCK_K != 0, P, CODE, SCALE, GROUP, ZERO)
-                if KIND != "":
-                    up = unit(up, ups, x_rows, at, K, UNIT, K % BLOCK_K != 0, P, CODE, SCALE, GROUP, ZERO)
+            acc = unit(acc, panels, x_rows, at, K, UNIT, K % BLOCK_K != 0, P, CODE, SCALE, GROUP, ZERO)
+            if KIND != "":
+                up = unit(up, ups, x_rows, at, K, UNIT, K % BLOCK_K != 0, P, CODE, SCALE, GROUP, ZERO)
         if (step % k_tiles == k_tiles - 1) | (step == last - 1):
             begin = tile * k_tiles
             if whole or (first <= begin) & (last >= begin + k_tiles):
-                y = scaled(acc, panels, x_scales, K, P, CODE, GROUP)
-                u = scaled(up, ups, x_scales, K, P, CODE, GROUP) if KIND != "" else up
+                y = scaled(acc, panels, K, P, CODE, GROUP)
+                u = scaled(up, ups, K, P, CODE, GROUP) if KIND != "" else up
                 n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 finish(y, u, bias, residual, out, n, m, tokens, N, R_ROW, KIND)
             else:
@@ -385,7 +325,7 @@ def packed(
                             up += tl.load(part + BLOCK_N * BLOCK_M, cache_modifier=".cg")
                     panels = weight + tl.minimum(tile * P + p, PANELS - 1).to(tl.int64) * PANEL_BYTES
                     ups = panels + PANELS * PANEL_BYTES
-                    y = scaled(acc, panels, x_scales, K, P, CODE, GROUP)
-                    u = scaled(up, ups, x_scales, K, P, CODE, GROUP) if KIND != "" else up
+                    y = scaled(acc, panels, K, P, CODE, GROUP)
+                    u = scaled(up, ups, K, P, CODE, GROUP) if KIND != "" else up
                     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                     finish(y, u, bias, residual, out, n, m, tokens, N, R_ROW, KIND)

@@ -1,4 +1,4 @@
-"""Rows as 8-bit codes with float32 scales, for products of 8-bit codes (``triton_packed.unit8``)."""
+"""Rows as 8-bit codes with float32 scales, for products of 8-bit codes (``hopper_packed.cu``)."""
 
 import triton
 import triton.language as tl
@@ -23,14 +23,13 @@ def quantize_rows(
     K: tl.constexpr,
     X_ROW: tl.constexpr,
     X_CODES: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row by row: the RMS norm where ``norm`` is given; ``codes`` (T, K), ``scales`` (T, K / GROUP or 1).
+    """Row by row: the RMS norm where ``norm`` is given; ``codes`` (T, K), ``scales`` (T,).
 
-    A value is ``d q`` with d = max|x| / 127 ("int8") or / 448 ("fp8") of the row, or of its groups. Of each
-    16 columns the codes stand in the order of tensor-core fragments, as ``mma16``'s products need them:
-    column 8 c + 2 q + e at 4 q + 2 c + e.
+    A value is ``d q`` with d = max|x| / 127 ("int8") or / 448 ("fp8") of the row. Of each 16 columns the
+    codes stand in the order of tensor-core fragments, as ``mma16``'s products need them: column 8 c + 2 q + e
+    at 4 q + 2 c + e.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -40,19 +39,14 @@ def quantize_rows(
         g = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
         # Rounded as the norm's own result would be.
         v = (v * scale * g).to(x.dtype.element_ty).to(tl.float32)
-    TOP: tl.constexpr = 127.0 if X_CODES == "int8" else 448.0
-    WIDTH: tl.constexpr = GROUP if GROUP > 0 else BLOCK
-    v = v.reshape(BLOCK // WIDTH, WIDTH)
-    top = tl.max(tl.abs(v), 1)
-    d = top / TOP
-    ratio = v * tl.where(top > 0, TOP / top, 0.0)[:, None]
-    g = tl.arange(0, BLOCK // WIDTH)
-    GROUPS: tl.constexpr = K // GROUP if GROUP > 0 else 1
-    tl.store(scales + row * GROUPS + g, d, mask=g < GROUPS)
-    at = codes + row * K + k // 16 * 16 + k % 8 // 2 * 4 + k % 16 // 8 * 2 + k % 2
+    largest: tl.constexpr = 127.0 if X_CODES == "int8" else 448.0
+    top = tl.max(tl.abs(v), 0)
+    tl.store(scales + row, top / largest)
+    ratio = v * tl.where(top > 0, largest / top, 0.0)
     if X_CODES == "int8":
         # Ties to even, as the largest numbers with a unit's step are.
         q = ((ratio + 12582912.0) - 12582912.0).to(tl.int8).to(tl.uint8, bitcast=True)
     else:
         q = _nearest_e4m3(ratio).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(at, q.reshape(BLOCK), mask=k < K)
+    at = codes + row * K + k // 16 * 16 + k % 8 // 2 * 4 + k % 16 // 8 * 2 + k % 2
+    tl.store(at, q, mask=k < K)

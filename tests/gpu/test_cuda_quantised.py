@@ -1,0 +1,47 @@
+"""Engines with quantised weights on a GPU, against those weights dequantised: within the bound of builds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pelton.builder.build import build
+from pelton.engine.artifact import open_engine
+from pelton.engine.config import BuildConfig
+from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
+
+pytestmark = pytest.mark.gpu
+#: Whole units of columns, so that the kernels for sm_90 alone take part.
+CONFIG = TINY_LLAMA | {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "vocab_size": 500,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("quant", "activations"),
+    [
+        ("int4_g128", None),
+        ("int4_g32", None),
+        ("int8_g64", None),
+        ("fp8_row", None),
+        ("fp8_row", "fp8"),
+        ("int8_row", "int8"),
+        ("fp8_g128", None),
+        ("nf4_g64", None),
+        ("nvfp4", None),
+        ("q4_0", None),
+    ],
+)
+def test_an_engine_computes_with_its_quantised_weights(
+    quant: str, activations: str | None, tmp_path: Path
+) -> None:
+    config = BuildConfig(target="cuda", dtype="bfloat16", max_batch_size=40, activations=activations)
+    report = build(RandomCheckpoint(CONFIG, quant=quant), config, output=tmp_path / "tiny.engine")
+    assert report.quality is not None
+    assert report.quality.runner == "cuda"
+    stored = {b.quant for b in open_engine(tmp_path / "tiny.engine").plan.buffers if b.layout == "mma16"}
+    assert stored == {"int4_g32" if quant == "q4_0" else quant}
