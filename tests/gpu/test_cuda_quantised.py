@@ -25,15 +25,15 @@ CONFIG = TINY_LLAMA | {
     ("quant", "activations"),
     [
         ("int4_g128", None),
-        ("int4_g32", None),
-        ("int8_g64", None),
-        ("fp8_row", None),
+        pytest.param("int4_g32", None, marks=pytest.mark.slow),
+        pytest.param("int8_g64", None, marks=pytest.mark.slow),
+        pytest.param("fp8_row", None, marks=pytest.mark.slow),
         ("fp8_row", "fp8"),
-        ("int8_row", "int8"),
-        ("fp8_g128", None),
-        ("nf4_g64", None),
-        ("nvfp4", None),
-        ("q4_0", None),
+        pytest.param("int8_row", "int8", marks=pytest.mark.slow),
+        pytest.param("fp8_g128", None, marks=pytest.mark.slow),
+        pytest.param("nf4_g64", None, marks=pytest.mark.slow),
+        pytest.param("nvfp4", None, marks=pytest.mark.slow),
+        pytest.param("q4_0", None, marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_computes_with_its_quantised_weights(
