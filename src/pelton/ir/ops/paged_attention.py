@@ -90,22 +90,26 @@ def make_sample(
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> Sample:
-    """A batch of ``lens`` = (queries, keys) pairs over a shuffled block pool; free slots are NaN."""
+    """A batch of ``lens`` = (queries, keys) pairs over a shuffled block pool; free slots are NaN.
+
+    Blocks wholly outside the window have been given back: their entries are 0, a block that is NaN.
+    """
     n_q, n_kv = heads
     need = [-(-keys // block_size) for _, keys in lens]
-    pool = torch.randperm(sum(need) + 3, generator=g).int()
-    caches = torch.full((2, len(pool), n_kv, block_size, dim), float("nan"))
+    pool = 1 + torch.randperm(sum(need) + 3, generator=g).int()
+    caches = torch.full((2, len(pool) + 1, n_kv, block_size, dim), float("nan"))
     table = torch.zeros(len(lens), max(need) + 1, dtype=torch.int32)
     used = 0
-    for b, (_, keys) in enumerate(lens):
+    for b, (queries, keys) in enumerate(lens):
         table[b, : need[b]] = pool[used : used + need[b]]
+        if window:
+            table[b, : max(0, keys - queries - window + 1) // block_size] = 0
         for i, block in enumerate(pool[used : used + need[b]].tolist()):
             fill = min(block_size, keys - i * block_size)
             caches[:, block, :, :fill] = torch.randn(2, n_kv, fill, dim, generator=g)
         used += need[b]
-    queries = [n for n, _ in lens]
-    cu = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
-    q = torch.randn(sum(queries), n_q, dim, generator=g)
+    cu = torch.tensor([0, *torch.tensor([n for n, _ in lens]).cumsum(0).tolist()], dtype=torch.int32)
+    q = torch.randn(int(cu[-1]), n_q, dim, generator=g)
     seq_lens = torch.tensor([keys for _, keys in lens], dtype=torch.int32)
     scales: tuple[torch.Tensor, ...] = ()
     if dtype in kv_codes.LARGEST:

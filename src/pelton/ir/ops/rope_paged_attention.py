@@ -133,7 +133,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     yield make_sample(g, lens=[(1, 9), (1, 4), (1, 1), (1, 23)], heads=(9, 3), cached=1)
     yield make_sample(g, lens=[(1, 130), (1, 65), (1, 64), (1, 400)], block_size=16, normed=True)
     yield make_sample(g, lens=[(1, 200), (1, 3)], heads=(20, 1), rotary=32, block_size=16)
-    yield make_sample(g, lens=[(1, 150), (1, 33)], block_size=16, window=40, softcap=5.0)
+    yield make_sample(g, lens=[(1, 150), (1, 33)], block_size=8, window=40, softcap=5.0)
     yield make_sample(g, lens=[(1, 99), (1, 7)], dim=80, rotary=20, block_size=16, window=1)
     yield make_sample(g, lens=[(1, 97)], dim=256, block_size=32, normed=True)
     yield make_sample(g, lens=[(5, 5), (3, 11), (1, 8)], heads=(4, 1), normed=True)

@@ -199,6 +199,9 @@ def attention(
     for key0 in tl.range(masked, end, BLOCK_N, num_stages=STAGES):
         key = key0 + column
         exists = key < last_key
+        if WINDOW > 0:
+            # Blocks that no query of the tile sees may be given back: their entries are of other blocks.
+            exists = exists & (key > context + first_query - WINDOW)
         at = _places(key0, column, exists, table, kv_head, HEADS // GROUP, D, PAGE, BLOCK_N)
         seen = exists[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:

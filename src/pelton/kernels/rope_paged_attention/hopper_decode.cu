@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 
     // Keys in the cache, and the first that the token sees. A token without a slot is in the cache itself.
     const int cached = slot >= 0 ? n_keys - 1 : n_keys;
     const int first = WINDOW > 0 && n_keys > WINDOW ? n_keys - WINDOW : 0;
-    const int tiles = (cached + KEYS - 1) / KEYS;
+    const int tiles = cached > first ? (cached + KEYS - 1) / KEYS : 0;
     // The warp of the new key; all others copy tiles.
     const bool has_newest = rank == CLUSTER - 1 && slot >= 0, copies = warp < WARPS;
     constexpr int TURNS = CLUSTER * WARPS;
@@ -289,8 +289,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 
 #pragma unroll
             for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
                 const int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
-                // Beyond the end the last key again: what is past it may be anything, NaN too.
-                const int key = min(tile * KEYS + row, cached - 1);
+                // Beyond the end the last key again, before the window its first: what is there may be anything,
+                // NaN too, and blocks that are wholly outside the window are not there at all.
+                const int key = min(max(tile * KEYS + row, first), cached - 1);
                 long long block = blocks.of[0];
 #pragma unroll
                 for (int page = 1; page < PAGES; ++page)

@@ -82,7 +82,7 @@ def decode(
     if WINDOW > 0:
         first = tl.maximum(n_keys - WINDOW, 0)
     first_tile = first // BLOCK_N
-    n_tiles = tl.maximum(tl.cdiv(cached, BLOCK_N) - first_tile, 0)
+    n_tiles = tl.where(cached > first, tl.cdiv(cached, BLOCK_N) - first_tile, 0)
     programs = tl.maximum(tl.minimum(tl.cdiv(n_tiles, least), splits), 1)
     if split >= programs:
         return
@@ -127,8 +127,9 @@ def decode(
 
     column = tl.arange(0, BLOCK_N)
     for key0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        # Beyond the end the last key again: what is past it may be anything, NaN too.
-        key = tl.minimum(key0 + column, end - 1)
+        # Beyond the end the last key again, before the window its first: what is there may be anything, NaN
+        # too, and blocks that are wholly outside the window are not there at all.
+        key = tl.minimum(tl.maximum(key0 + column, first), end - 1)
         if PAGE % BLOCK_N == 0:
             # The tile lies in one block.
             block = tl.load(table + key0 // PAGE).to(tl.int64)
