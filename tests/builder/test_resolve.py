@@ -184,6 +184,10 @@ def test_inputs_of_products_are_quantised_on_gpus_as_the_checkpoint_or_the_user_
     config, notes = resolve(BuildConfig(target="sm_90"), fp8)
     assert (config.dtype, config.activations, config.kv_dtype) == ("bfloat16", "fp8", "bfloat16")
     assert "quantise the inputs of products to fp8" in "\n".join(notes)
+    config, _ = resolve(BuildConfig(target="sm_80"), fp8)
+    assert config.activations == "bfloat16"
+    with pytest.raises(ConfigError, match=r"'fp8' does not fit this build \(known: bfloat16\)"):
+        resolve(BuildConfig(target="sm_80", activations="fp8"), fp8)
     config, _ = resolve(BuildConfig(target="sm_90", activations="bfloat16"), fp8)
     assert config.activations == "bfloat16"
     with pytest.raises(ConfigError, match=r"'int8' does not fit this build \(known: bfloat16, fp8\)"):
