@@ -90,7 +90,8 @@ class KernelSource:
 class CudaSource:
     """A CUDA C++ kernel (``extern "C"``) and everything that its machine code depends on.
 
-    It may include ``kernels/gpu/*.cuh`` and no header of CUDA's: those are not there where it is compiled.
+    It may include ``kernels/gpu/*.cuh`` and what lies beside it, and no header of CUDA's: those are not there
+    where it is compiled.
     """
 
     file: str

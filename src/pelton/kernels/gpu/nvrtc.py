@@ -56,7 +56,8 @@ def compile_file(file: str, architecture: str, constants: Iterable[tuple[str, in
         raise BuildError(f"NVRTC does not take {file}")
     try:
         macros = [f"--define-macro={name}={value}" for name, value in constants]
-        options = [f"--gpu-architecture={architecture}", *FLAGS, f"-I{KERNELS / 'gpu'}", *macros]
+        folders = (KERNELS / "gpu", (KERNELS / file).parent)
+        options = [f"--gpu-architecture={architecture}", *FLAGS, *(f"-I{f}" for f in folders), *macros]
         array = (C.c_char_p * len(options))(*(option.encode() for option in options))
         if lib.nvrtcCompileProgram(program, len(options), array):
             log = _text(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program).decode(errors="replace")
