@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from pelton.builder.cuda_conformance import DeviceRunner
@@ -14,14 +16,20 @@ pytestmark = pytest.mark.gpu
 TACTICS = sorted(t.name for t in all_tactics().values() if t.device == "cuda")
 
 
+@functools.cache
+def cases_of(op: str, dtype: str, sm: int) -> list[conformance_cuda.Case]:
+    """Of all tactics of an op."""
+    return list(conformance_cuda.cases(get_op(op), (dtype,), sm=sm))
+
+
 @pytest.mark.parametrize("samples", [TELLING, pytest.param(EVERY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", TACTICS)
 def test_a_tactic_computes_what_its_reference_does(
     kernels: DeviceRunner, name: str, dtype: str, samples: str
 ) -> None:
-    op, sm = get_op(all_tactics()[name].op), kernels.device.sm
-    cases = [case for case in conformance_cuda.cases(op, (dtype,), sm=sm) if case.tactic.name == name]
+    every = cases_of(all_tactics()[name].op, dtype, kernels.device.sm)
+    cases = [case for case in every if case.tactic.name == name]
     if not cases:
         pytest.skip("the tactic takes no sample of this type here")
     for case in conformance_cuda.telling(cases, FEW) if samples == TELLING else cases:
