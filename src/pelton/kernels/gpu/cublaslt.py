@@ -141,33 +141,32 @@ class CublasLt:
     def _plan(
         self, tokens: int, n: int, k: int, x_row: int, dtype: str, out_dtype: str, residual_row: int
     ) -> tuple[Any, ...]:
-        """The algorithm is that of the next multiple of eight tokens: a step gives the same bits as it does
-        padded to a graph's size, of those up to 64."""
+        """The algorithm is that of the next multiple of eight tokens where it takes fewer too: a step gives
+        the same bits as it does padded to a graph's size, of those up to 64."""
+        layouts = (
+            _layout(dtype, k, n, k),
+            _layout(dtype, k, tokens, x_row),
+            _layout(out_dtype, n, tokens, residual_row),
+            _layout(out_dtype, n, tokens, n),
+        )
         rounded = -(-tokens // _TOKENS) * _TOKENS
         if rounded != tokens:
             key = (rounded, n, k, x_row, dtype, out_dtype, residual_row)
             if key not in self._plans:
                 self._plans[key] = self._plan(*key)
-            description, a, *_, algorithm = self._plans[key]
-            b, c = _layout(dtype, k, tokens, x_row), _layout(out_dtype, n, tokens, residual_row)
-            return description, a, b, c, _layout(out_dtype, n, tokens, n), algorithm
+            description, *_, algorithm = self._plans[key]
+            if self._takes(description, layouts, algorithm):
+                return description, *layouts, algorithm
         description = C.c_void_p()
         _call("cublasLtMatmulDescCreate", C.byref(description), _COMPUTE_32F, _R_32F)
         transposed = C.c_int32(_TRANSPOSED)
         _call("cublasLtMatmulDescSetAttribute", description, _TRANSA, C.byref(transposed), C.c_size_t(4))
-        a = _layout(dtype, k, n, k)
-        b = _layout(dtype, k, tokens, x_row)
-        c = _layout(out_dtype, n, tokens, residual_row)
-        d = _layout(out_dtype, n, tokens, n)
         found, count = _Heuristic(), C.c_int()
         _call(
             "cublasLtMatmulAlgoGetHeuristic",
             self.handle,
             description,
-            a,
-            b,
-            c,
-            d,
+            *layouts,
             self._preference,
             1,
             C.byref(found),
@@ -175,7 +174,15 @@ class CublasLt:
         )
         if not count.value:
             raise EngineError(f"cuBLASLt has no algorithm for {tokens}x{k} @ {k}x{n} in {dtype}")
-        return description, a, b, c, d, found.algo
+        return description, *layouts, found.algo
+
+    def _takes(self, description: Any, layouts: tuple[C.c_void_p, ...], algorithm: Any) -> bool:
+        """Whether ``algorithm`` multiplies matrices of ``layouts``: of float32, not all take any number."""
+        needs = _Heuristic()
+        status: int = library().cublasLtMatmulAlgoCheck(
+            self.handle, description, *layouts, C.byref(algorithm), C.byref(needs)
+        )
+        return status == 0 and int(needs.workspace) <= WORKSPACE_BYTES
 
     def close(self) -> None:
         if self.handle:
