@@ -6,13 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from pelton.builder import check
 from pelton.builder.build import build
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
 from pelton.engine.kv_cache import block_bytes
 from pelton.engine.session import Session
-from pelton.errors import ConfigError
+from pelton.errors import BuildError, ConfigError
+from pelton.ir import kv_codes
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 from tests.e2e.stepper import Stepper, relative_error
 
@@ -52,3 +55,21 @@ def test_an_engine_with_codes_in_its_cache(asked: str, tmp_path: Path) -> None:
 def test_an_unknown_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv_dtype.*int4.*fp8"):
         build(RandomCheckpoint(TINY_LLAMA), BuildConfig(kv_dtype="int4"), output=tmp_path / "x")
+
+
+def test_a_type_too_coarse_for_the_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "MAX_KL", 0.0)
+    with pytest.raises(BuildError, match=r"cache of int8 is too coarse for this model.*kv_dtype fp8"):
+        build(RandomCheckpoint(TINY_LLAMA), BuildConfig(kv_dtype="int8"), output=tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_value_far_out_does_not_make_all_steps_coarse() -> None:
+    values = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0))
+    plain = kv_codes.scale_of(values, torch.int8)
+    values[1, 0] = 40.0
+    scale = kv_codes.scale_of(values, torch.int8)
+    assert scale[0] == plain[0]
+    assert scale[1] < 0.9 * 40.0 / 127
+    assert kv_codes.scale_of(torch.zeros(1, 8), torch.int8) == 1
+    assert kv_codes.scale_of(values, torch.float8_e4m3fn)[1] == 2 * 40.0 / 448

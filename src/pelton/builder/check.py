@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pelton.builder.eager import Reference
 from pelton.builder.report import QualityReport
+from pelton.dtypes import KV_CODES
 from pelton.engine.batch import InputBatch
 from pelton.engine.session import Session
 from pelton.errors import BuildError
@@ -87,9 +88,16 @@ def check_engine(
         raise BuildError(
             f"the engine's logits differ from the model's: {name} {value:.2g} is beyond {bound:.0e} "
             f"({session.runner_name} runner, {found['positions']} positions, top-1 agreement "
-            f"{found['top1_agreement']:.1%}); this is a defect of Pelton: please report it"
+            f"{found['top1_agreement']:.1%}); {_what_to_do(kv_dtype)}"
         )
     return QualityReport(runner=session.runner_name, bound=f"{name} <= {bound:.0e}", **found)
+
+
+def _what_to_do(kv_dtype: str) -> str:
+    if kv_dtype not in KV_CODES:
+        return "this is a defect of Pelton: please report it"
+    others = "fp8, float16 or bfloat16" if kv_dtype == "int8" else "float16 or bfloat16"
+    return f"a KV cache of {kv_dtype} is too coarse for this model: build with kv_dtype {others}"
 
 
 def _log_softmax(logits: Float32) -> npt.NDArray[np.float64]:

@@ -30,6 +30,8 @@ from pelton.models.checkpoint import Checkpoint
 
 #: Tokens of text that are read.
 TOKENS = 512
+#: Values are kept as float16 meanwhile.
+_MOST = 65504.0
 
 
 def checkpoint_scales(
@@ -72,17 +74,19 @@ def measured_weights(
     """``weights`` with the scales that this model's keys and values want; streams the model once a window."""
     assert config.build.kv_dtype
     reference = exact_model(checkpoint, config)
-    largest: dict[str, torch.Tensor] = {}
+    seen: dict[str, list[torch.Tensor]] = {}
     for batch in windows(_tokens(config, tokenizer), config):
         reference.run(batch)
         for kind, caches in (("k", reference.k_caches), ("v", reference.v_caches)):
             for layer, cache in enumerate(caches):
                 # Slots that no token has taken are NaN.
-                top = cache.nan_to_num(0.0).abs().amax(dim=(0, 2, 3))
-                name = f"{kind}_scale.{layer}"
-                largest[name] = torch.maximum(largest.get(name, top), top)
+                by_head = cache.transpose(0, 1).flatten(1)
+                taken = ~by_head[0].isnan()
+                seen.setdefault(f"{kind}_scale.{layer}", []).append(
+                    by_head[:, taken].clamp(-_MOST, _MOST).half()
+                )
     dtype = getattr(torch, config.build.kv_dtype)
-    scales = {name: scale_of(top, dtype).numpy() for name, top in largest.items()}
+    scales = {name: scale_of(torch.cat(values, 1), dtype).numpy() for name, values in seen.items()}
     return tuple(replace(w, source=scales[w.name]) if w.name in scales else w for w in weights)
 
 
