@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 from pelton.errors import EngineError, MissingDependencyError
+from pelton.kernels.gpu import shared_library
 from pelton.kernels.gpu.driver import Memory, Stream, address, check_context
 
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
@@ -42,16 +41,9 @@ def library() -> Any:
 
     Raises ``MissingDependencyError``.
     """
-    names = ("libcublasLt.so.13", "libcublasLt.so.12")
-    folders = []
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or ()) if spec else ():
-        folders += [Path(root) / "cu13" / "lib", Path(root) / "cublas" / "lib"]
-    for path in (*(str(f / n) for f in folders for n in names if (f / n).exists()), *names):
-        try:
-            return C.CDLL(path)
-        except OSError:
-            continue
+    found = shared_library.find(("libcublasLt.so.13", "libcublasLt.so.12"), "cublas")
+    if found is not None:
+        return found
     raise MissingDependencyError(
         "cuBLASLt is not here, and this engine uses it; install it with: pip install nvidia-cublas"
     )

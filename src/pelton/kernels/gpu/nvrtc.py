@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
-import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pelton.errors import BuildError, MissingDependencyError
+from pelton.kernels.gpu import shared_library
 
 KERNELS = Path(__file__).parents[1]
 """Where sources are; ``gpu`` in it has what they include."""
@@ -20,16 +20,9 @@ FLAGS = ("--std=c++17", "--device-as-default-execution-space")
 @functools.cache
 def library() -> Any:
     """libnvrtc of the system or of the Python packages that carry it. Raises ``MissingDependencyError``."""
-    names = ("libnvrtc.so.13", "libnvrtc.so.12")
-    folders = []
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or ()) if spec else ():
-        folders += [Path(root) / "cu13" / "lib", Path(root) / "cuda_nvrtc" / "lib"]
-    for path in (*(str(f / n) for f in folders for n in names if (f / n).exists()), *names):
-        try:
-            return C.CDLL(path)
-        except OSError:
-            continue
+    found = shared_library.find(("libnvrtc.so.13", "libnvrtc.so.12"), "cuda_nvrtc")
+    if found is not None:
+        return found
     raise MissingDependencyError(
         "engines for this GPU have kernels in CUDA C++, and NVRTC, which compiles them, is not here; install "
         "it with: pip install nvidia-cuda-nvrtc"
