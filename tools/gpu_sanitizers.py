@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -208,14 +208,13 @@ def main() -> int:
             work += [(tool, own[i : i + _TOGETHER]) for i in range(0, len(own), _TOGETHER)]
             if names[-1] == _ENGINE:
                 work.append((tool, [_ENGINE]))
+        rows = []
         with ThreadPoolExecutor(args.jobs) as pool:
-            rows = [
-                row
-                for part in pool.map(lambda job: sanitize_each(job[0], folder, job[1], args), work)
-                for row in part
-            ]
-    for tool, name, clean, what in sorted(rows, key=lambda row: not row[2]):
-        print(f"{tool:<10}{name:<36}{'clean' if clean else 'FOUND'}  {what}")
+            jobs = [pool.submit(sanitize_each, tool, folder, own, args) for tool, own in work]
+            for job in as_completed(jobs):
+                for tool, name, clean, what in job.result():
+                    rows.append((tool, name, clean, what))
+                    print(f"{tool:<10}{name:<36}{'clean' if clean else 'FOUND'}  {what}", flush=True)
     bad = sum(not row[2] for row in rows)
     print(f"{len(rows)} runs, {bad} not clean, {time.perf_counter() - start:.0f} s")
     return 1 if bad else 0
