@@ -60,7 +60,9 @@ def run_tactics(folder: Path, names: Sequence[str], per_tactic: int) -> None:
     from pelton.kernels import conformance_cuda
 
     known = chosen_cases(per_tactic)
+    start = time.perf_counter()
     with DeviceRunner(folder, exact=True) as runner:
+        print(f"device after {time.perf_counter() - start:.1f} s", flush=True)
         for name in names:
             if name == _TOO_MANY:
                 case = known[_CANARY][0]
@@ -68,6 +70,7 @@ def run_tactics(folder: Path, names: Sequence[str], per_tactic: int) -> None:
                 runner(case, replace(call, dims={**call.dims, "T": call.dims["T"] + 1}))
                 return
             for case in known[name]:
+                print(f"{case} at {time.perf_counter() - start:.1f} s", flush=True)
                 conformance_cuda.check(case, runner)
             print(f"CHECKED {name}: {len(known[name])} cases", flush=True)
 
@@ -131,15 +134,17 @@ def sanitize(tool: str, folder: Path, names: Sequence[str], args: argparse.Names
         "--cases", str(args.cases),
     ]  # fmt: skip
     # A process group of its own: a sanitizer that is killed leaves what it watches running.
+    # The host's part by one thread: several children share the cores.
+    own = {**os.environ, "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=own
     )
     try:
         output, _ = child.communicate(timeout=args.timeout)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-        return Found(False, f"did not end within {args.timeout} s", {})
+        said = child.communicate()[0].strip().splitlines()
+        return Found(False, f"did not end within {args.timeout} s; its last line: {said[-1:]}", {})
     found = SUMMARY.search(output)
     summary = found[1] if found else "no summary"
     checked = dict(re.findall(r"CHECKED (.*): (\d+ \w+)", output))

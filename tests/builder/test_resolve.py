@@ -152,6 +152,21 @@ def test_a_gpu_target_computes_in_the_type_of_its_weights() -> None:
     assert (config.max_batch_size, config.max_num_tokens) == (256, 4096)
 
 
+@pytest.mark.parametrize("target", ["cpu", "sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    "stored", [{"q4_1": 9}, {"q4_1": 9, "float32": 3}, {"q8_0": 9, "bfloat16": 3}, {"float32": 9}]
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_dtype_that_is_asked_for_is_taken(target: str, stored: dict[str, int], dtype: str) -> None:
+    config, _ = resolve(BuildConfig(target=target, dtype=dtype), facts(**stored))
+    assert config.dtype == dtype
+
+
+def test_block_quantised_weights_alone_are_computed_in_bfloat16_on_gpus() -> None:
+    for stored in ({"q4_1": 9}, {"q4_1": 9, "float32": 3}):
+        assert resolve(BuildConfig(target="sm_90"), facts(**stored))[0].dtype == "bfloat16"
+
+
 def test_a_gpu_is_not_found_by_a_made_up_name() -> None:
     with pytest.raises(ConfigError, match="unknown target 'gpu'"):
         resolve(BuildConfig(target="gpu"), facts(bfloat16=1000))

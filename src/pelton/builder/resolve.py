@@ -153,13 +153,15 @@ def _resolve_tokens(values: dict[str, Any], notes: list[str]) -> None:
 
 
 def _resolve_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:
-    stored = facts.dense_dtype
-    if values["dtype"] is None:
+    stored, asked = facts.dense_dtype, values["dtype"] is not None
+    if not asked:
         # The checkpoint's own: all of its bits, and no more. Without dense matrices it does not matter.
         values["dtype"] = stored or "float32"
     elif _choice("dtype", values["dtype"], DTYPES) not in (stored, "float32") and stored is not None:
         notes.append(f"{stored} weights are rounded to {values['dtype']}, as dtype asks")
     if device_of(values["target"]) == "cuda":
+        if not asked and facts.block_quantised and values["dtype"] == "float32":
+            values["dtype"] = "bfloat16"  # no matrix is of float32
         _resolve_gpu_types(values, facts, notes)
         return
     if values["activations"] is None:
@@ -180,8 +182,6 @@ def _resolve_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[s
 
 def _resolve_gpu_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:
     """On a GPU the network computes in the type of its matrices, and caches in it."""
-    if facts.block_quantised and facts.dense_dtype in (None, "float32") and values["dtype"] == "float32":
-        values["dtype"] = "bfloat16"
     unread = sorted(
         q for q in facts.matrix_elements if not is_dense(q) and EQUAL.get(q, q) not in GPU_BLOCK_TYPES
     )
