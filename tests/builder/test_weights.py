@@ -11,10 +11,11 @@ import pytest
 from pelton.builder import eager, weights
 from pelton.builder.build import build
 from pelton.builder.target import block_types
-from pelton.builder.weights import WeightSpec, exact_types, pack_weight, stored_quant
+from pelton.builder.weights import WeightSpec, exact_types, pack_weight, stored_quant, write_weights
 from pelton.dtypes import NATIVE_BLOCK_TYPES
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
+from pelton.engine.shards import Shards
 from pelton.errors import CheckpointError, ConfigError
 from pelton.ir.block_encoder import quantize
 from pelton.ir.evaluate import evaluate
@@ -45,6 +46,18 @@ def test_pieces_are_the_packed_weight(layout: str, quant: str) -> None:
     pieces = [make() for make in makers]
     assert len(pieces) > 4 and note == ""
     np.testing.assert_array_equal(np.concatenate(pieces), LAYOUTS[layout].pack(TENSORS[quant]))
+
+
+@pytest.mark.parametrize("layout", ["mma16", "rows8"])
+def test_pieces_are_joined_to_what_an_engine_stores(layout: str, tmp_path: Path) -> None:
+    specs = [
+        WeightSpec(name="w", source=Source("w"), quant="int8_row", layout=layout, shape=VALUES.shape),
+        WeightSpec(name="b", source=VALUES[0], quant="float32", layout="rows", shape=(256,)),
+    ]
+    tensor = quantize(VALUES, "int8_row")
+    files, _ = write_weights(tmp_path / "weights", specs, lambda name: tensor, lambda *_: None)
+    stored = Shards(path for path, _, _ in files)
+    np.testing.assert_array_equal(stored["w"], LAYOUTS[layout].pack(tensor))
 
 
 @pytest.mark.parametrize(

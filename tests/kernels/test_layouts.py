@@ -16,6 +16,7 @@ BLOCK = NATIVE_BLOCK_TYPES
 #: Layouts with the value types that they hold.
 HELD = [(layout, quant) for layout in ("rows", "x16") for quant in DENSE + BLOCK]
 HELD += [("mma16", quant) for quant in GPU_BLOCK_TYPES]
+HELD += [("rows8", quant) for quant in ("int8_row", "fp8_row")]
 SHAPES = ((16, 256), (1, 512), (33, 256), (48, 768))
 
 
@@ -175,7 +176,32 @@ def test_mma16_puts_a_groups_scales_and_zero_points_together() -> None:
         assert np.array_equal(area[group, 32:], z[:, group])
 
 
-def test_mma16_refuses_what_it_does_not_hold() -> None:
+def test_rows8_puts_codes_in_rows_of_whole_16_bytes_and_scales_behind_them() -> None:
+    tensor = random_tensor("fp8_row", (5, 100))
+    codes, d, _ = group_blocks.codes(tensor)
+    packed = LAYOUTS["rows8"].pack(tensor)
+    rows = packed[: 5 * 112].reshape(5, 112)
+    assert np.array_equal(rows[:, :100], codes)
+    assert not rows[:, 100:].any() and not packed[560:768].any()
+    assert np.array_equal(packed[768:].view(np.float32), d.reshape(-1))
+
+
+@pytest.mark.parametrize("cols", [1, 37, 128, 1024])
+@pytest.mark.parametrize("lengths", [(7,), (1, 2, 4), (60, 60, 3), (1,) * 9])
+def test_rows8_is_joined_of_pieces_of_any_length(cols: int, lengths: tuple[int, ...]) -> None:
+    layout, rows = LAYOUTS["rows8"], sum(lengths)
+    tensor = random_tensor("int8_row", (rows, cols))
+    ends = np.cumsum(lengths)
+    pieces = [
+        layout.pack(HostTensor("int8_row", (n, cols), tensor.data[end - n : end]))
+        for n, end in zip(lengths, ends, strict=True)
+    ]
+    joined = np.concatenate(list(layout.join(pieces, "int8_row", (rows, cols))))
+    assert np.array_equal(joined, layout.pack(tensor))
+
+
+@pytest.mark.parametrize("layout", ["mma16", "rows8"])
+def test_layouts_of_gpus_refuse_what_they_do_not_hold(layout: str) -> None:
     for tensor in (random_tensor("q4_1", (16, 32)), HostTensor("float32", (4,), np.zeros(4, np.float32))):
-        with pytest.raises(ConfigError, match="mma16"):
-            LAYOUTS["mma16"].pack(tensor)
+        with pytest.raises(ConfigError, match=layout):
+            LAYOUTS[layout].pack(tensor)

@@ -122,7 +122,8 @@ def write_weights(
             pieces, note = pack_weight(spec, read)
             if note:
                 notes.setdefault(note, []).append(spec.name)
-            writer.write(spec.name, _ahead(pool, pieces))
+            layout = LAYOUTS[spec.layout]
+            writer.write(spec.name, layout.join(_ahead(pool, pieces), spec.quant, spec.shape))
             done += meta.nbytes
             progress("weights", done, total)
     return writer.files, [_summary(note, names) for note, names in notes.items()]
@@ -134,7 +135,7 @@ Bytes = npt.NDArray[np.uint8]
 def pack_weight(
     spec: WeightSpec, read: Callable[[str], HostTensor]
 ) -> tuple[Iterator[Callable[[], Bytes]], str]:
-    """Makers of the bytes that the engine stores, in order, and a note on what was changed ("": nothing)."""
+    """Makers of the packed pieces that the layout joins, and a note on what was changed ("": nothing)."""
     if isinstance(spec.source, Packed):
         data = spec.source.data
         return iter([lambda: data]), ""

@@ -25,6 +25,7 @@ Torch-free; lossless, as every layout.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,9 @@ class Mma16Layout:
             as_bytes = [np.ascontiguousarray(f).view(np.uint8) for f in by_group]
             joined = np.concatenate(as_bytes, axis=-1).reshape(len(panels), -1)
             panels[:, end : end + joined.shape[1]] = joined
+
+    def join(self, pieces: Iterable[UInt8], quant: str, shape: tuple[int, ...]) -> Iterator[UInt8]:
+        yield from pieces
 
     def to_rows(self, data: UInt8, quant: str, shape: tuple[int, ...]) -> UInt8:
         rows, cols = self._matrix(quant, shape)

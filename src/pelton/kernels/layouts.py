@@ -25,13 +25,14 @@ low and g >= 4 in its high nibble; ``bit[row][j]`` holds the fifth bit of group 
 4 consecutive columns, whatever the type.
 
 ``mma16``  Tensor-core fragments, of the block types that GPU kernels read (``gpu_layouts.py``).
+``rows8``  Rows of 8-bit codes, then the rows' scales, for tensor copies of GPUs (``gpu_rows8.py``).
 
 Every layout is lossless: ``to_rows(pack(t))`` gives back the checkpoint's bytes. Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,6 +44,7 @@ from pelton.ir import blocks
 from pelton.ir.group_blocks import bits_of, pack_bits, unpack_bits
 from pelton.ir.tensors import HostTensor, bf16_to_f32
 from pelton.kernels.gpu_layouts import Mma16Layout
+from pelton.kernels.gpu_rows8 import Rows8Layout
 from pelton.registry import Registry
 
 Array = npt.NDArray[Any]
@@ -60,7 +62,7 @@ class Layout(Protocol):
 
     name: str
     panel_rows: int
-    """Rows that are packed together: a weight may be packed in pieces of whole panels, one after another."""
+    """Rows that are packed together: a weight may be packed in pieces of whole panels (``join``)."""
 
     def nbytes(self, quant: str, shape: Shape) -> int:
         """Bytes of a packed weight."""
@@ -68,6 +70,10 @@ class Layout(Protocol):
 
     def pack(self, tensor: HostTensor) -> UInt8:
         """The packed weight, one-dimensional."""
+        ...
+
+    def join(self, pieces: Iterable[UInt8], quant: str, shape: Shape) -> Iterator[UInt8]:
+        """The bytes of a whole weight, in order, from those of its packed pieces, in order."""
         ...
 
     def to_rows(self, data: UInt8, quant: str, shape: Shape) -> UInt8:
@@ -117,6 +123,9 @@ class RowsLayout:
 
     def pack(self, tensor: HostTensor) -> UInt8:
         return _raw(tensor).reshape(-1)
+
+    def join(self, pieces: Iterable[UInt8], quant: str, shape: Shape) -> Iterator[UInt8]:
+        yield from pieces
 
     def to_rows(self, data: UInt8, quant: str, shape: Shape) -> UInt8:
         rows, cols = _matrix(shape)
@@ -331,6 +340,9 @@ class X16Layout:
         panels[:, :used] = np.concatenate(by_block, axis=-1).reshape(len(panels), -1)
         panels[:, scale_area:] = np.concatenate(by_32, axis=-1).reshape(len(panels), -1)
 
+    def join(self, pieces: Iterable[UInt8], quant: str, shape: Shape) -> Iterator[UInt8]:
+        yield from pieces
+
     def to_rows(self, data: UInt8, quant: str, shape: Shape) -> UInt8:
         rows, cols = _matrix(shape)
         panels = data[: self.nbytes(quant, shape)].reshape(-1, self.panel_bytes(quant, cols))
@@ -372,3 +384,4 @@ LAYOUTS: Registry[Layout] = Registry("layout")
 LAYOUTS.add("rows", RowsLayout())
 LAYOUTS.add("x16", X16Layout())
 LAYOUTS.add("mma16", Mma16Layout())
+LAYOUTS.add("rows8", Rows8Layout())

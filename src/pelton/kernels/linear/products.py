@@ -143,11 +143,16 @@ class Product:
             return ()
         return (norm_launch(self.call, self.form.norm, to_workspace=True),)
 
-    def builder(self, module: str, function: str, *, normed: bool) -> Builder:
-        """x, weight, bias, residual; ``normed``: x lies in the workspace."""
+    def builder(self, module: str, function: str, *, normed: bool, unpacked: int | None = None) -> Builder:
+        """x, weight, bias, residual; ``normed``: x lies in the workspace; ``unpacked``: so does the weight,
+        as dense rows of x's type, from that byte on."""
         b = Builder(self.call, module, function)
         b = b.workspace("x", dtype=self.x.dtype) if normed else b.input("x", 0)
-        b.input("weight", 1).input("bias", 2)
+        if unpacked is None:
+            b.input("weight", 1)
+        else:
+            b.workspace("weight", unpacked, dtype=self.x.dtype)
+        b.input("bias", 2)
         if self.form.residual is None:
             b.constants(residual=None, R_ROW=0)
         else:
@@ -251,11 +256,12 @@ def cublaslt(
     return *p.norm(), product, b.launch((rows(p.x),), (Term(times=-(-p.n // block)),), dependent=True)
 
 
-def gemm(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-    """Many tokens where cuBLASLt cannot."""
+def gemm(form: Form, call: CallSpec, max_tokens: int, unpacked: int | None = None) -> tuple[Work, ...]:
+    """Many tokens where cuBLASLt cannot. ``unpacked``: its byte of the workspace where the weight is."""
     p = Product(form, call, max_tokens)
     block_n = 64 if form.gated else 128
-    b = p.builder(GEMM, "gemm", normed=form.norm is not None).output("out").dim("tokens", p.x.shape[0])
+    b = p.builder(GEMM, "gemm", normed=form.norm is not None, unpacked=unpacked)
+    b = b.output("out").dim("tokens", p.x.shape[0])
     b.constants(BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64 if p.itemsize == 2 else 32, GROUP=8, STAGES=3)
     return *p.norm(), b.launch((rows(p.x, 128, -(-p.n // block_n)),), num_warps=8)
 

@@ -1,4 +1,5 @@
-"""Weights in the layout ``mma16`` as dense rows: whole, for products of many tokens, or rows of a table."""
+"""Packed weights as dense rows: whole (``mma16``, ``rows8``), for products of many tokens, or rows of a table
+(``mma16``)."""
 
 import triton
 import triton.language as tl
@@ -50,6 +51,28 @@ def unpack(
         k += 32
         value = (high.to(tl.float32) * d[:, None]).to(T)
         tl.store(rows + k[None, :], value, mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def unpack_rows(
+    weight,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROW: tl.constexpr,
+    SCALES: tl.constexpr,
+    CODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``rows8``: codes every ``ROW`` bytes, scales from byte ``SCALES`` on -> ``out``: (N, K)."""
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    codes = tl.load(weight + n.to(tl.int64)[:, None] * ROW + k[None, :], mask=inside, other=0)
+    d = tl.load((weight + SCALES).to(tl.pointer_type(tl.float32)) + n, mask=n < N, other=0.0)
+    value = decode8(codes, CODE, out.dtype.element_ty).to(tl.float32) * d[:, None]
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

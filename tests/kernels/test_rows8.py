@@ -1,0 +1,96 @@
+"""Weights of 8-bit codes in rows (layout ``rows8``): who takes them, and how they become dense rows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.kernels.interpreter import skip_where_the_interpreter_fails
+
+from pelton.kernels.launch import COUNTER_BYTES, CallSpec, KernelSource, LaunchSpec, MatmulSpec, OperandSpec
+from pelton.kernels.linear.products import Form
+from pelton.kernels.linear.rows8 import supports_rows8, unpacked, unpacked_bytes
+from pelton.kernels.tactic import NodeSpec, TensorSpec
+
+UNPACK = """
+import numpy as np
+import torch
+from pelton.ir.group_blocks import decode
+from pelton.ir.group_encoder import encode
+from pelton.kernels.gpu_rows8 import row_bytes, scales_at
+from pelton.kernels.layouts import LAYOUTS
+from pelton.kernels.linear.triton_unpack import unpack_rows
+
+values = np.random.default_rng(0).standard_normal((45, 384), dtype=np.float32)
+for quant, code in (("fp8_row", "e4m3"), ("int8_row", "s8")):
+    tensor = encode(values, quant)
+    packed = torch.from_numpy(LAYOUTS["rows8"].pack(tensor))
+    out = torch.full((46, 384), float("nan"))
+    unpack_rows[(3, 2)](
+        packed, out, N=45, K=384, ROW=row_bytes(384), SCALES=scales_at((45, 384)), CODE=code, ROWS=32,
+        COLUMNS=128,
+    )
+    np.testing.assert_array_equal(out[:45].numpy(), decode(tensor.data, quant))
+    assert out[45].isnan().all()
+print("right")
+"""
+
+
+def test_codes_become_dense_rows(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    skip_where_the_interpreter_fails()
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", UNPACK], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def node(
+    quant: str = "fp8_row", n: int = 64, k: int = 256, *, x: str = "bfloat16", activations: str = "float32"
+) -> NodeSpec:
+    inputs = (TensorSpec(dtype=x, shape=("T", k)), TensorSpec.of_weight(quant, (n, k)), None)
+    return NodeSpec(op="linear", inputs=inputs, attrs={}, activations=activations)
+
+
+def test_weights_of_whole_boxes_are_taken_where_activations_are_bfloat16() -> None:
+    assert supports_rows8(Form(), node())
+    assert supports_rows8(Form(), node("int8_row", n=33))
+    for other in (node("int8_g64"), node(k=192), node(x="float16"), node(activations="fp8")):
+        assert not supports_rows8(Form(), other)
+    assert supports_rows8(Form(), node(activations="int8")), (
+        "fp8 weights take no int8 inputs: nothing is lost"
+    )
+
+
+def call(n: int, *, gated: bool = False, bias: bool = False) -> CallSpec:
+    k = 256
+    x = OperandSpec(dtype="bfloat16", shape=("T", k), strides=(k, 1))
+    weight = OperandSpec(dtype="uint8", shape=(n, k), strides=(k, 1), quant="fp8_row")
+    vector = OperandSpec(dtype="float32", shape=(n,), strides=(1,)) if bias else None
+    out = OperandSpec(dtype="bfloat16", shape=("T", n // 2 if gated else n), strides=(n, 1))
+    return CallSpec(inputs=(x, weight, vector), outputs=(out,), attrs={"kind": "silu", "eps": 1e-5})
+
+
+@pytest.mark.parametrize(
+    ("gated", "bias", "n", "product"),
+    [(False, False, 33, "cuBLASLt"), (True, False, 64, "cuBLASLt"), (False, True, 64, "gemm")]
+    + [(True, False, 66, "gemm")],
+)
+def test_dense_rows_are_multiplied_by_what_can(gated: bool, bias: bool, n: int, product: str) -> None:
+    spec, form = call(n, gated=gated, bias=bias), Form(gated=gated)
+    dense, multiply, *_ = unpacked(form, spec, 40)
+    assert isinstance(dense, LaunchSpec)
+    (where,) = (a.offset for a in dense.arguments if a.kind == "workspace")
+    if product == "gemm":
+        assert isinstance(multiply, LaunchSpec) and isinstance(multiply.kernel, KernelSource)
+        assert multiply.kernel.function == "gemm"
+        assert where in [a.offset for a in multiply.arguments if a.kind == "workspace"]
+    else:
+        assert isinstance(multiply, MatmulSpec)
+        assert multiply.weight.offset == where
+    space = unpacked_bytes(form, node(n=n), 40)
+    assert where - COUNTER_BYTES + n * 256 * 2 <= space
