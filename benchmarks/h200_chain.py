@@ -1,11 +1,14 @@
 """The products of a whole decode step of Llama-3.1-8B's shape in one CUDA graph, as an engine launches them.
 
-    python benchmarks/h200_chain.py [--tokens 1,8,32,64,256]
+    python benchmarks/h200_chain.py [--tokens 1,8,32,64,256] [--quant fp8_row] [--activations fp8]
 
 Norm and q, k, v; output and residual; norm, gate, up and activation; down and residual, 32 times, and the
 head: each by the tactic that a build takes. Attention is left out. Microseconds of a step with kernels that
 overlap and with none that does, and the share of the floor: the weights at 4.3 TB/s or the operations at
-790 TFLOP/s.
+790 TFLOP/s (codes with codes: twice that).
+
+``--quant``: block types of the layers' weights (the head stays bfloat16), one after another;
+``--activations``: what builds ask of their inputs.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,8 @@ from pelton.engine.resources import cores
 from pelton.ir.tensors import f32_to_bf16
 from pelton.kernels.gpu.driver import Event, Memory, capture
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, Work
-from pelton.kernels.tactic import NodeSpec, TensorSpec, all_tactics
+from pelton.kernels.layouts import LAYOUTS, row_bytes
+from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, all_tactics
 
 RATE = 790e12
 LAYERS = 32
@@ -43,31 +48,52 @@ HEAD = ("norm_linear", VOCAB, WIDTH)
 Op = tuple[str, int, int]
 
 
-def call_of(op: Op) -> CallSpec:
+def rows_of(op: Op) -> int:
+    """Of the weight."""
+    return op[1] * (2 if op[0].endswith("gated") else 1)
+
+
+def call_of(op: Op, quant: str) -> CallSpec:
     name, n, k = op
     gated = name.endswith("gated")
-    weight = operand(2 * n if gated else n, k)
+    weight = operand(rows_of(op), k)
+    if quant != "bfloat16":
+        weight = replace(weight, dtype="uint8", quant=quant)
     extra = operand("T", n) if name == "linear_add" else operand(k, dtype="float32")
     attrs: dict[str, bool | int | float | str] = {"eps": 1e-5, **({"kind": "silu"} if gated else {})}
     return CallSpec(inputs=(operand("T", k), weight, None, extra), outputs=(operand("T", n),), attrs=attrs)
 
 
-def works_of(op: Op, tokens: int) -> tuple[str, tuple[Work, ...]]:
-    """The tactic that a build takes, and its launches."""
-    call = call_of(op)
-    inputs = tuple(None if o is None else TensorSpec(dtype=o.dtype, shape=o.shape) for o in call.inputs)
+@dataclass(frozen=True)
+class Chosen:
+    """What a build takes for a product."""
+
+    tactic: Tactic
+    works: tuple[Work, ...]
+    weight_bytes: int
+    """As it lies in memory."""
+
+
+def chosen(op: Op, tokens: int, quant: str, activations: str) -> Chosen:
+    """Of the best tactic's layout (``builder.tactics``), the first tactic that takes the step."""
+    call = call_of(op, quant)
+    inputs = tuple(
+        None if o is None else TensorSpec(dtype=o.dtype, shape=o.shape, quant=o.quant) for o in call.inputs
+    )
     known = {n: t for n, t in all_tactics().items() if t.device == "cuda" and t.sm in (0, 90)}
-    node = NodeSpec(op=op[0], inputs=inputs, attrs=call.attrs)
-    tactic = next(t for t in supporting(node, known) if t.takes(tokens))
+    found = supporting(NodeSpec(op=op[0], inputs=inputs, attrs=call.attrs, activations=activations), known)
+    layout = found[0].weight_layouts.get(1, "rows")
+    tactic = next(t for t in found if t.takes(tokens) and t.weight_layouts.get(1, "rows") == layout)
     assert tactic.launches is not None
-    return tactic.name, tactic.launches(call, tactic.largest_tokens or tokens)
+    nbytes = LAYOUTS[layout].nbytes(quant, (rows_of(op), op[2]))
+    return Chosen(tactic, tactic.launches(call, tactic.largest_tokens or tokens), -(-nbytes // 256) * 256)
 
 
 class Chain:
     """A step's launches bound to memory."""
 
-    def __init__(self, bench: Bench, tokens: int) -> None:
-        self._bench, self._tokens = bench, tokens
+    def __init__(self, bench: Bench, tokens: int, products: Mapping[Op, Chosen]) -> None:
+        self._bench, self._tokens, self._products = bench, tokens, products
 
     def step(self) -> list[Any]:
         """What puts the step's launches into the stream, in order."""
@@ -84,12 +110,12 @@ class Chain:
                 (STEP[3], wide, y, x),
             ):
                 launches += self._bound(op, [source, at, 0, residual], target)
-                at += 2 * op[1] * op[2] * (2 if op[0].endswith("gated") else 1)
+                at += self._products[op].weight_bytes
         return launches + self._bound(HEAD, [x, at, 0, gain], logits)
 
     def _bound(self, op: Op, inputs: list[int], output: int) -> list[Any]:
         found = []
-        for work in works_of(op, self._tokens)[1]:
+        for work in self._products[op].works:
             if isinstance(work, LaunchSpec):
                 found.append(self._bench.bind(work, {"T": self._tokens}, inputs, [output]))
             else:
@@ -128,13 +154,25 @@ class Chain:
         return 1e3 * best
 
 
-def fill(bench: Bench, memory: Memory) -> None:
-    """Random bfloat16: kernels draw less power, and run faster, on zeros."""
-    values = f32_to_bf16(np.random.default_rng(0).standard_normal(1 << 24, dtype=np.float32) * 0.02)
+def fill(bench: Bench, memory: Memory, quant: str) -> None:
+    """Random bfloat16, or bytes that are codes or scales below 2: kernels draw less power, and run faster, on
+    zeros."""
+    rng = np.random.default_rng(0)
+    if quant == "bfloat16":
+        values = f32_to_bf16(rng.standard_normal(1 << 24, dtype=np.float32) * 0.02).view(np.uint8)
+    else:
+        values = rng.integers(0, 256, 1 << 25, dtype=np.uint8) & np.uint8(0xBF)
     for offset in range(0, memory.nbytes, values.nbytes):
         nbytes = min(values.nbytes, memory.nbytes - offset)
         bench.stream.copy_in(memory.address + offset, values.ctypes.data, nbytes)
     bench.stream.wait()
+
+
+def floor_us(quant: str, tokens: int, *, codes: bool) -> float:
+    """Of the weights' bytes, as checkpoints hold them, or of the operations."""
+    stored = VOCAB * WIDTH * 2 + sum(rows_of(op) * row_bytes(quant, op[2]) for op in STEP) * LAYERS
+    layers, head = sum(rows_of(op) * op[2] for op in STEP) * LAYERS, VOCAB * WIDTH
+    return 1e6 * max(stored / BANDWIDTH, 2 * tokens * (layers / (2 if codes else 1) + head) / RATE)
 
 
 def main() -> None:
@@ -142,28 +180,45 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", default="1,8,16,32,64,128,256")
-    sizes = [int(size) for size in parser.parse_args().tokens.split(",")]
-    works: Mapping[int, list[tuple[str, tuple[Work, ...]]]] = {
-        t: [works_of(op, t) for op in (*STEP, HEAD)] for t in sizes
+    parser.add_argument("--quant", default="bfloat16")
+    parser.add_argument("--activations", default="float32")
+    args = parser.parse_args()
+    cases = [(q, int(size)) for q in args.quant.split(",") for size in args.tokens.split(",")]
+    products = {
+        (quant, tokens): {op: chosen(op, tokens, quant, args.activations) for op in STEP}
+        | {HEAD: chosen(HEAD, tokens, "bfloat16", "float32")}
+        for quant, tokens in cases
     }
-    specs = [w for found in works.values() for _, ws in found for w in ws if isinstance(w, LaunchSpec)]
-    sources = list(dict.fromkeys(w.kernel for w in specs))
+    works = [w for step in products.values() for p in step.values() for w in p.works]
+    sources = list(dict.fromkeys(w.kernel for w in works if isinstance(w, LaunchSpec)))
     with ProcessPoolExecutor(cores()) as pool:  # forked before anything here has a thread or a context
         cubins = dict(zip(sources, pool.map(compile_or_none, sources), strict=True))
-    params = sum(n * k * (2 if op.endswith("gated") else 1) for op, n, k in STEP) * LAYERS + VOCAB * WIDTH
-    bench = Bench({s: c for s, c in cubins.items() if c is not None}, big_bytes=2 * params + (1 << 20))
-    for memory in (bench.big, bench.small):
-        fill(bench, memory)
-    for tokens in sizes:
-        floor = 1e6 * max(2 * params / BANDWIDTH, 2 * params * tokens / RATE)
-        chain = Chain(bench, tokens)
+    size = max(LAYERS * sum(step[op].weight_bytes for op in STEP) for step in products.values())
+    size += 2 * VOCAB * WIDTH
+    bench = Bench({s: c for s, c in cubins.items() if c is not None}, big_bytes=size + (1 << 20))
+    fill(bench, bench.small, "bfloat16")
+    filled = ""
+    for (quant, tokens), step in products.items():
+        if quant != filled:
+            fill(bench, bench.big, quant)
+            filled = quant
+        names = [p.tactic.name.rpartition(".")[2] for p in step.values()]
+        missing = [n for n, p in zip(names, step.values(), strict=True) if not _compiled(p, bench)]
+        if missing:
+            print(f"{quant} {tokens:>4} tokens: did not compile: {' '.join(missing)}", flush=True)
+            continue
+        floor = floor_us(quant, tokens, codes=step[STEP[0]].tactic.precision in ("int8", "fp8"))
+        chain = Chain(bench, tokens, step)
         apart, together = chain.microseconds(overlap=False), chain.microseconds(overlap=True)
-        names = " ".join(name.rpartition(".")[2] for name, _ in works[tokens])
         print(
-            f"{tokens:>4} tokens {apart:9.1f} us, overlapping {together:9.1f} us"
-            f"{floor / together:5.0%} of floor  {names}",
+            f"{quant} {tokens:>4} tokens {apart:9.1f} us, overlapping {together:9.1f} us"
+            f"{floor / together:5.0%} of floor  {' '.join(names)}",
             flush=True,
         )
+
+
+def _compiled(product: Chosen, bench: Bench) -> bool:
+    return all(w.kernel in bench.cubins for w in product.works if isinstance(w, LaunchSpec))
 
 
 if __name__ == "__main__":

@@ -61,9 +61,8 @@ def test_weights_of_whole_boxes_are_taken_where_activations_are_bfloat16() -> No
     assert supports_rows8(Form(), node("int8_row", n=33))
     for other in (node("int8_g64"), node(k=192), node(x="float16"), node(activations="fp8")):
         assert not supports_rows8(Form(), other)
-    assert supports_rows8(Form(), node(activations="int8")), (
-        "fp8 weights take no int8 inputs: nothing is lost"
-    )
+    # Weights of fp8 take no inputs of int8, so that nothing is lost.
+    assert supports_rows8(Form(), node(activations="int8"))
 
 
 def call(n: int, *, gated: bool = False, bias: bool = False) -> CallSpec:
