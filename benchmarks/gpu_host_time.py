@@ -1,12 +1,12 @@
-"""The host's part of a GPU's decode steps, by the counter that ``pelton bench`` and ``/metrics`` show: all that
-the executor's thread does in a step, without waiting for the GPU.
+"""The host's part of a GPU's decode steps, by the counter that ``pelton bench`` and ``/metrics`` show: all
+that the executor's thread does in a step, without waiting for the GPU.
 
     python benchmarks/gpu_host_time.py                    # on this machine's GPU
     python benchmarks/gpu_host_time.py --null             # on a GPU that does nothing: needs none
     python benchmarks/gpu_host_time.py --null --parts     # where the time goes, by wall clock
 
-The engine has as many layers and tokens as Llama-3.1-8B and narrow layers: how wide they are is nothing to the
-host. ``--engine`` keeps it for the next run.
+The engine has as many layers and tokens as Llama-3.1-8B and narrow layers: how wide they are is nothing to
+the host. ``--engine`` keeps it for the next run.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def parts() -> Iterator[dict[str, list[float]]]:
         for owner, name in PARTS:
             label = f"{owner.__name__.split('.')[-1]}.{name}"
             patches.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), times[label])))
-        patches.enter_context(mock.patch.object(driver, "library", lambda: library))
+        patches.enter_context(mock.patch.object(driver, "library", return_value=library))
         yield times
 
 
@@ -113,7 +113,7 @@ def measure(
     sampling: dict[str, float],
     times: dict[str, list[float]],
 ) -> str:
-    """Steps in which ``sequences`` decode, a sixteenth of which need a new block; ``times`` of these alone."""
+    """Steps in which ``sequences`` decode, of which a sixteenth needs a block; ``times``: of these alone."""
     run = start(session, [prompt + i % 16 for i in range(sequences)], 80 + steps + sequences, **sampling)
     warm = 0
     while warm < 8:  # a step in flight is not this one

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes as C
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pelton.engine.batch import AttentionMetadata, InputBatch
+from pelton.engine.batch import AttentionMetadata, DecodeRun, InputBatch
 from pelton.engine.cuda.inputs import DeviceInputs
 from pelton.engine.step_inputs import step_dims, step_inputs
 from pelton.kernels.gpu.driver import PinnedMemory, Stream
@@ -48,13 +50,13 @@ class Device:
         self.inputs = DeviceInputs(plan(groups), PAGE)
         self.kernel, self.stream = Kernel(), Stream()
         self.sampled = PinnedMemory(4 * SEQUENCES)
-        self.host = PinnedMemory(self.inputs.nbytes)
+        self.hosts = itertools.cycle([PinnedMemory(self.inputs.nbytes) for _ in range(2)])
         self.inputs.clear(self.stream)
         self.inputs.bind(self.kernel, self.sampled.address)  # type: ignore[arg-type]
 
     def stage(self, batch: InputBatch, dims: dict[str, int] | None = None) -> int:
         """-> entries of block tables that were sent."""
-        self.inputs.stage(batch, dims or step_dims(batch), self.host, self.stream)
+        self.inputs.stage(batch, dims or step_dims(batch), next(self.hosts), self.stream)
         return int(self.kernel.pairs)
 
     def there(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -62,11 +64,12 @@ class Device:
         return np.ctypeslib.as_array((C.c_int32 * int(np.prod(shape))).from_address(address)).reshape(shape)
 
     def holds(self, batch: InputBatch) -> None:
-        longest = -(-int(batch.groups[0].seq_lens_B.max()) // PAGE)
+        """Of block tables what each sequence has: what lies beyond is never attended to."""
+        used = -(-batch.groups[0].seq_lens_B[:, None] // PAGE) > np.arange(COLUMNS)
         for name, array in step_inputs(batch).items():
             there = self.there(name, array.shape)
             if array.ndim == 2:
-                there, array = there[:, :longest], array[:, :longest]
+                there, array = there * used, array * used
             np.testing.assert_array_equal(there, array, err_msg=name)
 
 
@@ -141,3 +144,60 @@ def test_placeholders_become_what_the_step_before_sampled(device: Device) -> Non
     batch.input_ids_T[:] = [-3, 8, -1, -6]
     device.stage(batch)
     assert device.there("input_ids", (4,)).tolist() == [72, 8, 70, 75]
+
+
+def run_of(device: Device, lens: list[int], steps: int) -> Iterator[InputBatch]:
+    """Decode steps of one run: tables grow where a token begins a block."""
+    run, count, rng = DecodeRun(), len(lens), np.random.default_rng(5)
+    tables = [np.zeros((count, COLUMNS), np.int32) for _ in device.inputs._tables]
+    cu = np.arange(count + 1, dtype=np.int32)
+    for b, n in enumerate(lens):
+        for table in tables:
+            table[b, : -(-n // PAGE)] = rng.integers(1, 99, -(-n // PAGE))
+    for step in range(steps):
+        positions = np.array(lens, np.int32) + np.int32(step)
+        for table in tables:
+            new = np.flatnonzero(positions % PAGE == 0)
+            table[new, positions[new] // PAGE] = rng.integers(1, 99, len(new))
+        slots = [t[np.arange(count), positions // PAGE] * PAGE + positions % PAGE for t in tables]
+        ids = -1 - np.arange(count, dtype=np.int32) if step else np.array([5] * count, np.int32)
+        groups = tuple(
+            AttentionMetadata(
+                slot_mapping_T=slot, block_table_BM=table, cu_seqlens=cu, seq_lens_B=positions + np.int32(1)
+            )
+            for slot, table in zip(slots, tables, strict=True)
+        )
+        yield InputBatch(
+            input_ids_T=ids, positions_T=positions, groups=groups, logits_indices_N=cu[:-1], run=run
+        )
+
+
+def test_of_a_run_s_next_step_only_what_changes_is_written(device: Device) -> None:
+    padded = {"T": 4, "B": 4, "B+1": 5, "N": 4}
+    sampled, groups = device.sampled.array(np.int32), len(device.inputs._tables)
+    for again in range(2):  # one run after another, of other sequences in the same rows
+        for step, batch in enumerate(run_of(device, [5 + again, 8, 3], 12)):
+            sampled[:] = np.arange(SEQUENCES) + 10 * step
+            sent = device.stage(batch, padded)
+            if step:
+                assert sent == groups * int((batch.positions_T % PAGE == 0).sum())
+                expected = replace(batch, input_ids_T=sampled[:3].copy())
+            else:
+                expected = batch
+            device.holds(expected)
+            assert device.there("seq_lens", (4,))[3] == 0, "padding stays"
+            assert device.there("slot_mapping.0", (4,))[3] == -1
+    # A step of another kind between, then the run's memory is not taken for what it was.
+    other = batch_of([2, 1, 1], [9, 17, 4], tables_of(device, 3))
+    device.stage(other)
+    device.holds(other)
+
+
+def test_a_run_interrupted_by_another_step_begins_anew(device: Device) -> None:
+    steps = list(run_of(device, [5, 8], 9))
+    sampled = device.sampled.array(np.int32)
+    for i, batch in enumerate(steps):
+        if i == 5:
+            device.stage(batch_of([3, 1], [9, 17], tables_of(device, 2)))
+        device.stage(batch)
+        device.holds(replace(batch, input_ids_T=sampled[:2].copy()) if i else batch)

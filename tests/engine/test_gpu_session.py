@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pelton.engine.cuda.runner import graph_sizes
 from pelton.engine.session import Session
 from pelton.errors import ConfigError, DeviceError, EngineError
 from pelton.kernels.gpu.driver import Stream, capture
@@ -148,3 +149,14 @@ def test_random_traffic_takes_no_memory_once_it_is_warm(engine: Path, gpu: NullL
     session.close()
     assert not gpu._memory
     assert not +made, made  # all that was made is gone
+
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 20, 256, 300, 512, 4096])
+def test_graphs_are_padded_by_a_quarter_at_most_and_powers_of_two_by_nothing(largest: int) -> None:
+    sizes = graph_sizes(largest)
+    most = min(largest, 512)
+    assert sizes[-1] == most
+    assert {2**i for i in range(10) if 2**i <= most} <= set(sizes)
+    for n in range(1, most + 1):
+        size = min(s for s in sizes if s >= n)
+        assert size - n < max(8, n / 4)

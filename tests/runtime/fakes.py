@@ -278,11 +278,14 @@ class SubmittingSession(FakeSession):
         super().__init__(*args, **kwargs)
         self._sampled = np.zeros(0, np.int32)
         self.edits = FakeEdits()
-        self.in_flight = self.num_submits = 0
+        self.in_flight = self.num_submits = self.num_next = 0
+        """``num_next``: steps that were not the first of their run."""
+        self._last: InputBatch | None = None
 
     def submit(self, batch: InputBatch, sampling: SamplingInputs) -> FakePending:
         assert self.in_flight < 2, "three steps in flight"
         self.num_submits += 1
+        self._check_run(batch)
         ids = batch.input_ids_T
         waits = ids < 0
         resolved = np.where(waits, self._sampled[np.where(waits, -1 - ids, 0)] if waits.any() else 0, ids)
@@ -297,6 +300,28 @@ class SubmittingSession(FakeSession):
             self.edits.count(sampling.edits, self._sampled)
         self.in_flight += 1
         return FakePending(self, self._sampled, raw_NV, sampling.logprobs_N)
+
+    def _check_run(self, batch: InputBatch) -> None:
+        """A run's next step is the one before, one token on (``DecodeRun``)."""
+        tables = [replace(g, block_table_BM=g.block_table_BM.copy()) for g in batch.groups]
+        last, self._last = self._last, replace(batch, groups=tuple(tables))
+        if last is None or batch.run is None or batch.run is not last.run:
+            return
+        self.num_next += 1
+        assert self.in_flight == 1, "the step before must be in flight"
+        assert batch.input_ids_T.tolist() == [-1 - b for b in range(len(last.positions_T))]
+        assert (batch.positions_T == last.positions_T + 1).all()
+        assert batch.logits_indices_N is last.logits_indices_N
+        begins_B = batch.positions_T % self.block_size == 0
+        for meta, before, group in zip(batch.groups, last.groups, self.groups, strict=True):
+            assert meta.cu_seqlens is before.cu_seqlens
+            assert (meta.seq_lens_B == batch.positions_T + 1).all()
+            assert (meta.slot_mapping_T >= 0).all()
+            new = meta.block_table_BM != before.block_table_BM
+            new[begins_B, batch.positions_T[begins_B] // self.block_size] = False
+            for b, position in enumerate(batch.positions_T.tolist() if group.window else ()):
+                new[b, : max(0, position - group.window + 1) // self.block_size] = False  # it is not read
+            assert not new.any(), "a block that the step before did not have"
 
     @staticmethod
     def _draw(logits_V: np.ndarray[Any, Any], sampling: SamplingInputs, n: int) -> int:

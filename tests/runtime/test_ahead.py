@@ -45,6 +45,24 @@ def test_sequences_leave_and_enter_while_a_step_is_in_flight() -> None:
     assert_idle(executor)
 
 
+@pytest.mark.parametrize("windows", [(0,), (0, 6)])
+def test_runs_of_decode_steps_go_on_past_blocks_and_holes_between_seats(windows: tuple[int, ...]) -> None:
+    """The session itself holds each step to the one before (``SubmittingSession._check_run``)."""
+    session = SubmittingSession(fake_config(windows=windows, max_batch_size=5, max_seq_len=60), 90)
+    executor = Executor(session)
+    lengths = [40, 9, 30, 17, 25]
+    prompts = {f"r{i}": [i, 7, *range(i)] for i in range(len(lengths))}
+    for (name, prompt), length in zip(prompts.items(), lengths, strict=True):
+        executor.add(make_request(name, prompt, max_tokens=length))
+    answers = {name: tokens_of(updates) for name, updates in drain(executor).items()}
+    assert answers == {
+        name: reference_answer(prompt, length)
+        for (name, prompt), length in zip(prompts.items(), lengths, strict=True)
+    }
+    assert session.num_next > 25, "most steps are of a run"
+    assert_idle(executor)
+
+
 def test_an_aborted_sequence_gets_nothing_from_the_step_in_flight() -> None:
     executor = Executor(SubmittingSession())
     for name in ("a", "b"):

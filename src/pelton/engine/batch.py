@@ -33,6 +33,18 @@ class AttentionMetadata:
     """Tokens whose KV exists after this step: those computed before plus this step's."""
 
 
+class DecodeRun:
+    """Steps submitted one right after another, of the same sequences in the same rows, one token each.
+
+    In each but the first of them, ``input_ids`` are -1, -2, .. (the tokens that the step before samples),
+    every position and length is one more than before, ``cu_seqlens`` and ``logits_indices`` are the same
+    arrays, and of the part of block tables that is read only the entry of a token that begins a block can be
+    new; slots are 0 or more. So whoever has dealt with the step before need not look at all of it again.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class InputBatch:
     """One step."""
@@ -42,6 +54,8 @@ class InputBatch:
     groups: tuple[AttentionMetadata, ...]
     logits_indices_N: Int32
     """Rows of T whose logits are wanted, ascending."""
+    run: DecodeRun | None = None
+    """The run that the step is of, the same object in all its steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,8 @@ class LogitsEdits:
 @dataclass(frozen=True, kw_only=True)
 class SamplingInputs:
     """As the parameters of ``kernels.sampling.reference.sample``; ``uniform_N``: the random numbers, in
-    [0, 1), of each row's (seed, position)."""
+    [0, 1), of each row's (seed, position). No array is changed after it was given: one that comes again holds
+    what it held."""
 
     temperature_N: Float32
     top_k_N: Int32

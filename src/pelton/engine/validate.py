@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pelton.engine.batch import AttentionMetadata, InputBatch, Int32
+from pelton.engine.batch import AttentionMetadata, DecodeRun, InputBatch, Int32
 from pelton.engine.config import EngineConfig
 from pelton.engine.kv_cache import sequence_blocks
 
@@ -23,12 +23,19 @@ class BatchChecker:
         self._vocab = config.model.vocab_size
         self._num_blocks = num_blocks
         self._max_logits = max_logits
+        self._run: DecodeRun | None = None
+        """That of the batch checked last, of ``_rows`` sequences."""
+        self._rows = 0
 
     def check(self, batch: InputBatch, *, unsampled: bool = False) -> None:
         """Raise ``ValueError`` unless the engine can run ``batch``.
 
         ``unsampled``: ids below zero stand for tokens of the step before.
         """
+        if batch.run is not None and batch.run is self._run:
+            self._check_next(batch)
+            return
+        self._run = None
         tokens = batch.input_ids_T.size
         _array("input_ids", batch.input_ids_T, (tokens,))
         _array("positions", batch.positions_T, (tokens,))
@@ -53,6 +60,18 @@ class BatchChecker:
             )
         for i, group in enumerate(batch.groups):
             self._check_group(i, group, tokens)
+        self._run, self._rows = batch.run, tokens
+
+    def _check_next(self, batch: InputBatch) -> None:
+        """Of a run's next step what is not as in the one before."""
+        shape, lens_B = (self._rows,), batch.groups[0].seq_lens_B
+        _array("positions", batch.positions_T, shape)
+        _range("positions", batch.positions_T, 0, self._max_seq_len)
+        _array("seq_lens", lens_B, shape)
+        _range("seq_lens", lens_B, 0, self._max_seq_len + 1)
+        for i, group in enumerate(batch.groups):
+            _array(f"slot_mapping.{i}", group.slot_mapping_T, shape)
+            _range(f"slot_mapping.{i}", group.slot_mapping_T, 0, self._num_blocks[i] * self._block_size)
 
     def _check_group(self, index: int, group: AttentionMetadata, tokens: int) -> None:
         sequences = group.seq_lens_B.size
@@ -87,7 +106,7 @@ def _array(name: str, value: Int32, shape: tuple[int, ...]) -> None:
 
 def _range(name: str, value: Int32, low: int, high: int) -> None:
     # Without a sign, what is below zero is large: one pass finds both.
-    if low == 0 and value.view(np.uint32).max() < high:
+    if low == 0 and np.maximum.reduce(value.view(np.uint32), axis=None) < high:
         return
     if value.min() < low or value.max() >= high:
         raise ValueError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ from pelton.runtime.seats import (
     NUM_PROMPT,
     NUM_TOKENS,
     NUM_UNKNOWN,
+    STEPPING,
+    Everyone,
     Seats,
 )
 from pelton.runtime.sequence import Sequence
@@ -52,18 +54,19 @@ def sampling_inputs(step: StepArrays, seats: Seats) -> SamplingInputs:
     everyone = step.everyone
     if everyone is None or everyone.edited or everyone.scored:
         return _sampling_inputs(seats, _seats_that_sample(step), lambda: _who_samples(step))
-    if everyone.draws:
-        positions = seats.counters_CS[NUM_TOKENS, everyone.at].astype(np.int64)
-        uniform_N = np.minimum(uniforms(everyone.seed_B, positions).astype(np.float32), _BELOW_ONE)
-    else:
-        uniform_N = everyone.zeros_B
-    return SamplingInputs(
-        temperature_N=everyone.temperature_B,
-        top_k_N=everyone.top_k_B,
-        top_p_N=everyone.top_p_B,
-        min_p_N=everyone.min_p_B,
-        uniform_N=uniform_N,
-    )
+    if everyone.greedy is None:
+        everyone.greedy = SamplingInputs(
+            temperature_N=everyone.temperature_B,
+            top_k_N=everyone.top_k_B,
+            top_p_N=everyone.top_p_B,
+            min_p_N=everyone.min_p_B,
+            uniform_N=everyone.zeros_B,
+        )
+    if not everyone.draws:
+        return everyone.greedy
+    positions = step.starts_B.astype(np.int64) + 1
+    uniform_N = np.minimum(uniforms(everyone.seed_B, positions).astype(np.float32), _BELOW_ONE)
+    return replace(everyone.greedy, uniform_N=uniform_N)
 
 
 def _sampling_inputs(seats: Seats, seats_N: Int32, sequences: Callable[[], Seq[Sequence]]) -> SamplingInputs:
@@ -108,9 +111,12 @@ class InFlight:
     step: StepArrays
     generation_B: Int32
     """That of each seat when the step was submitted."""
-    logprobs_N: Int32 | None
-    """As in its ``SamplingInputs``."""
+    inputs: SamplingInputs
     pending: PendingStep
+    known_N: Int32 | None = None
+    """Tokens of each sequence before the one it samples, where the step is everyone's."""
+    began: bool = True
+    """Whether it may sample a sequence's first token."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ class Ahead:
         self._block_size, self._windows, self.clock = block_size, windows, clock
         self._caches = caches
         self._placeholders = np.arange(-1, -1 - len(seats.generation_S), -1, dtype=np.int32)
-        self._eos = np.array(eos_token_ids, np.int32)[:, None]
+        self._eos = eos_token_ids
         self.in_flight: InFlight | None = None
 
     @property
@@ -161,29 +167,28 @@ class Ahead:
         flight, self.in_flight = self.in_flight, None
         return flight
 
-    def submit(self, output: SchedulerOutput) -> None:
-        """Start a step; its members' state is as it will be when the step is over."""
+    def submit(self, output: SchedulerOutput, before: InFlight | None = None) -> None:
+        """Start a step; its members' state is as it will be when the step is over. ``before``: the one that
+        runs."""
         step, seats = output.arrays().by_seat(), self._seats
-        inputs = sampling_inputs(step, seats)
-        pending = self._session.submit(self._batches.build(step), inputs)
         counters, everyone = seats.counters_CS, step.everyone
+        goes_on = everyone is not None and before is not None and before.step.everyone is everyone
+        inputs = sampling_inputs(step, seats)
+        batch = self._batches.build_next(step) if goes_on else self._batches.build(step)
+        pending = self._session.submit(batch, inputs)
         if everyone is not None:
-            at, seats_N = everyone.at, everyone.seats_B
-            num_tokens_N = counters[NUM_TOKENS, at]
-            seats.tokens_SL[seats_N, num_tokens_N] = self._placeholders[: len(seats_N)]
-            counters[NUM_TOKENS, at] += 1
-            counters[NUM_UNKNOWN, at] += 1
-            counters[NUM_COMPUTED, at] += 1
-            generation_B = everyone.generation_B
-        else:
-            seats_N = _seats_that_sample(step)
-            num_tokens_N = counters[NUM_TOKENS, seats_N]
-            seats.tokens_SL[seats_N, num_tokens_N] = self._placeholders[: len(seats_N)]
-            counters[NUM_TOKENS, seats_N] = num_tokens_N + 1
-            counters[NUM_UNKNOWN, seats_N] += 1
-            counters[NUM_COMPUTED, step.seats_B] = step.starts_B + step.counts_B
-            generation_B = seats.generation_S[step.seats_B]
-        self.in_flight = InFlight(step, generation_B, inputs.logprobs_N, pending)
+            known_N = batch.groups[0].seq_lens_B
+            seats.tokens_F[everyone.firsts_B + known_N] = self._placeholders[: len(known_N)]
+            counters[STEPPING, everyone.at] += 1
+            self.in_flight = InFlight(step, everyone.generation_B, inputs, pending, known_N, not goes_on)
+            return
+        seats_N = _seats_that_sample(step)
+        num_tokens_N = counters[NUM_TOKENS, seats_N]
+        seats.tokens_SL[seats_N, num_tokens_N] = self._placeholders[: len(seats_N)]
+        counters[NUM_TOKENS, seats_N] = num_tokens_N + 1
+        counters[NUM_UNKNOWN, seats_N] += 1
+        counters[NUM_COMPUTED, step.seats_B] = step.starts_B + step.counts_B
+        self.in_flight = InFlight(step, seats.generation_S[step.seats_B], inputs, pending)
 
     def filled(self, flight: InFlight) -> list[tuple[Sequence, int]]:
         """Whose blocks a step has filled, or moved a window past, with its tokens computed; of those that
@@ -204,7 +209,7 @@ class Ahead:
             tokens_N = flight.pending.tokens()
         everyone = step.everyone
         if everyone is not None and seats.still(everyone):
-            special_N = self._reveal(everyone.at, everyone.seats_B, tokens_N)
+            special_N = self._reveal_all(everyone, flight, tokens_N)
             sits_N = everyone.all_B
         else:
             seats_N, generation_N = step.seats_B, flight.generation_B
@@ -214,9 +219,29 @@ class Ahead:
             here = seats_N[sits_N]
             special_N = np.ones(len(seats_N), bool)
             special_N[sits_N] = self._reveal(here, here, tokens_N[sits_N])
-        if flight.logprobs_N is not None:
-            special_N = special_N | (flight.logprobs_N >= 0)
+        if flight.inputs.logprobs_N is not None:
+            special_N = special_N | (flight.inputs.logprobs_N >= 0)
         return Sampled(_who_samples(step), tokens_N, special_N, sits_N, _logprobs(flight, tokens_N))
+
+    def _reveal_all(self, everyone: Everyone, flight: InFlight, tokens_N: Int32) -> npt.NDArray[np.bool_]:
+        """``_reveal`` of those who all sit still."""
+        seats, counters, known_N = self._seats, self._seats.counters_CS, flight.known_N
+        assert known_N is not None
+        seats.tokens_F[everyone.firsts_B + known_N] = tokens_N
+        counters[NUM_UNKNOWN, everyone.at] -= 1
+        special: npt.NDArray[np.bool_] = known_N >= everyone.last_B
+        if np.minimum.reduce(tokens_N) < 0:
+            special |= tokens_N < 0
+        if everyone.stops:
+            special |= everyone.stops_B
+        if flight.began:
+            special |= known_N == counters[NUM_PROMPT, everyone.at]
+        if everyone.ends:
+            for token in self._eos:
+                ends = tokens_N == token
+                if ends.any():
+                    special |= ends & everyone.ends_B & (known_N + 1 >= counters[MIN_TOTAL, everyone.at])
+        return special
 
     def _reveal(self, at: slice | Int32, seats_N: Int32, tokens_N: Int32) -> npt.NDArray[np.bool_]:
         """Give each seat its token; whose answer has perhaps ended or just begun."""
@@ -228,8 +253,8 @@ class Ahead:
         special: npt.NDArray[np.bool_] = (tokens_N < 0) | seats.stops_S[at]
         special |= known >= counters[MAX_TOTAL, at]
         special |= known == counters[NUM_PROMPT, at] + 1
-        if len(self._eos):
-            ends = (tokens_N == self._eos).any(axis=0)
+        for token in self._eos:
+            ends = tokens_N == token
             if ends.any():
                 special |= ends & seats.ends_S[at] & (known >= counters[MIN_TOTAL, at])
         return special
@@ -246,7 +271,8 @@ def _who_samples(step: StepArrays) -> Seq[Sequence]:
 
 
 def _logprobs(flight: InFlight, tokens_N: Int32) -> Callable[[int], TokenLogprobs | None]:
-    wanted_N, found = flight.logprobs_N, flight.pending.logprobs() if flight.logprobs_N is not None else None
+    wanted_N = flight.inputs.logprobs_N
+    found = flight.pending.logprobs() if wanted_N is not None else None
     if wanted_N is None or found is None:
         return lambda n: None
 

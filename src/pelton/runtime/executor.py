@@ -201,10 +201,11 @@ class Executor:
 
     def _step_ahead(self, ahead: Ahead) -> list[RequestUpdate]:
         """Start the next step, then take what the one before it has sampled."""
-        output = self.scheduler.schedule(by_seat=True)
         before = ahead.take()
+        decoded = before.step.everyone if before is not None else None
+        output = self.scheduler.schedule(by_seat=True, decoded=decoded)
         if output.num_tokens:
-            ahead.submit(output)
+            ahead.submit(output, before)
             self._steps += 1
             self._computed_tokens += output.num_tokens
             self._last_progress = time.monotonic()

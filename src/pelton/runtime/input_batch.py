@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pelton.engine.batch import AttentionMetadata, InputBatch
+from pelton.engine.batch import AttentionMetadata, DecodeRun, InputBatch
 from pelton.runtime.scheduled import StepArrays
 from pelton.runtime.seats import NUM_SHARED, Seats
 
@@ -22,6 +22,46 @@ class InputBatchBuilder:
         self._tables_GBM = np.empty_like(seats.tables_GSM)
         self._range: Int32 = np.arange(max(max_num_tokens, len(seats.generation_S)) + 1, dtype=np.int32)
         self._range.flags.writeable = False
+        self._placeholders: Int32 = -1 - self._range
+        self._placeholders.flags.writeable = False
+        self._last: InputBatch | None = None
+        """The batch built last, where the run it began can go on."""
+
+    def build_next(self, step: StepArrays) -> InputBatch:
+        """As ``build`` where the same everyone decodes as in the step built before, which is in flight."""
+        everyone, last = step.everyone, self._last
+        assert everyone is not None
+        if last is None:
+            return self.build(step)
+        n, positions_B = len(step.seats_B), step.starts_B
+        seq_lens_B = positions_B + np.int32(1)
+        rows = np.flatnonzero(positions_B % self._block_size == 0)
+        if len(rows):
+            seats, columns = step.seats_B[rows], positions_B[rows] // self._block_size
+        groups = []
+        for g, before in enumerate(last.groups):
+            slots_B = before.slot_mapping_T + np.int32(1)
+            if len(rows):
+                blocks = self._seats.tables_GSM[g, seats, columns]
+                slots_B[rows] = blocks * self._block_size
+                if not isinstance(everyone.at, slice):  # the table is a copy
+                    before.block_table_BM[rows, columns] = blocks
+            groups.append(
+                AttentionMetadata(
+                    slot_mapping_T=slots_B,
+                    block_table_BM=before.block_table_BM,
+                    cu_seqlens=before.cu_seqlens,
+                    seq_lens_B=seq_lens_B,
+                )
+            )
+        self._last = InputBatch(
+            input_ids_T=self._placeholders[:n],
+            positions_T=positions_B,
+            groups=tuple(groups),
+            logits_indices_N=last.logits_indices_N,
+            run=last.run,
+        )
+        return self._last
 
     def build(self, step: StepArrays) -> InputBatch:
         """Pack ``step`` in its order. The block tables are views, valid until the next call.
@@ -65,12 +105,16 @@ class InputBatchBuilder:
                     seq_lens_B=seq_lens_B,
                 )
             )
-        return InputBatch(
+        goes_on = everyone is not None and not any_shared
+        batch = InputBatch(
             input_ids_T=seats.tokens_SL[seats_T, positions_T],
             positions_T=positions_T,
             groups=tuple(groups),
             logits_indices_N=cu_seqlens[:-1] if everyone is not None else _logits_rows(step, cu_seqlens),
+            run=DecodeRun() if goes_on else None,
         )
+        self._last = batch if goes_on else None
+        return batch
 
 
 def _logits_rows(step: StepArrays, cu_seqlens: Int32) -> Int32:

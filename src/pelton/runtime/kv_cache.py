@@ -176,6 +176,14 @@ class KVCacheManager:
                 table.stop = stop
         return True
 
+    def allocate_one_each(self, sequences: Sequence[SequenceKV]) -> None:
+        """One block more for each of ``sequences``; the caller has checked that there are as many."""
+        for g, pool in enumerate(self.pools):
+            for sequence, block in zip(sequences, pool.allocate(len(sequences)), strict=True):
+                table = sequence.tables[g]
+                table.blocks[table.stop] = block
+                table.stop += 1
+
     def release_slid(self, sequence: SequenceKV, num_computed: int) -> None:
         """Give back window blocks that no token from position ``num_computed`` on sees."""
         for pool, window, table in zip(self.pools, self.windows, sequence.tables, strict=True):

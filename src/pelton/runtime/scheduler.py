@@ -88,22 +88,25 @@ class Scheduler:
             self._running_seats = None
         sequence.num_computed = sequence.num_shared_tokens = sequence.capacity = 0
 
-    def schedule(self, *, by_seat: bool = False) -> SchedulerOutput:
+    def schedule(self, *, by_seat: bool = False, decoded: Everyone | None = None) -> SchedulerOutput:
         """Decide one step and allocate its blocks.
 
         ``by_seat``: where all that run decode and nothing is short, in which case their order decides
-        nothing, they may come in the order of seats.
+        nothing, they may come in the order of seats. ``decoded``: who all decoded in the step before,
+        which is in flight.
         """
         self._preempted = []
         self._keys_in_step = set()
         chunks: list[ScheduledSequence] = []
-        everyone = self._everyone() if by_seat else None
+        everyone = self._everyone(decoded) if by_seat else None
         if everyone is None:
             decoding, seats, i = self._decodes()
             starts = self.seats.counters_CS[NUM_COMPUTED, seats]
         else:
             decoding, seats, i = everyone.sequences, everyone.seats_B, len(everyone.sequences)
-            starts = self.seats.counters_CS[NUM_COMPUTED, everyone.at].copy()
+            starts = self.seats.counters_CS[NUM_COMPUTED, everyone.at]
+            if isinstance(everyone.at, slice):
+                starts = starts.copy()
         budget, rows, admitting = self.max_num_batched_tokens, self.max_logits_rows, True
         budget -= len(decoding)
         rows -= len(decoding)
@@ -139,30 +142,31 @@ class Scheduler:
             everyone=everyone,
         )
 
-    def _everyone(self) -> Everyone | None:
+    def _everyone(self, decoded: Everyone | None) -> Everyone | None:
         """All who sit, their blocks allocated, if each is to get one token and nobody has to step back."""
         if not 0 < len(self.running) <= self.max_num_batched_tokens:
             return None
         newest = self.running[-1]
-        if newest.num_tokens - newest.num_computed != 1:  # the likeliest reason against it, and cheap
+        if decoded is None and newest.num_tokens - newest.num_computed != 1:  # likely, and cheap to see
             return None
-        if self.waiting and self.waiting[0].order < self.running[-1].order:
+        if self.waiting and self.waiting[0].order < newest.order:
             return None
         everyone = self.seats.everyone
         counters, at = self.seats.counters_CS, everyone.at
         tokens = counters[NUM_TOKENS, at]
-        if (tokens - counters[NUM_COMPUTED, at] != 1).any() or (tokens >= counters[MAX_TOTAL, at]).any():
+        if (tokens > everyone.last_B).any():
             return None
-        if not self.seats.plain_S[at].all():
+        # Who decoded in the step before lacks one token again, and wants no other rows of logits.
+        if everyone is not decoded and (
+            (tokens - counters[NUM_COMPUTED, at] != 1).any() or not self.seats.plain_S[at].all()
+        ):
             return None
         short = np.flatnonzero(tokens > counters[CAPACITY, at])
-        if len(short) > min(pool.num_free for pool in self.kv.pools):
-            return None
-        for i in short.tolist():
-            sequence = everyone.sequences[i]
-            allocated = self.kv.allocate(sequence.kv, int(tokens[i]))
-            assert allocated
-            counters[CAPACITY, sequence.seat] += self.kv.block_size
+        if len(short):
+            if len(short) > min(pool.num_free for pool in self.kv.pools):
+                return None
+            self.kv.allocate_one_each([everyone.sequences[i].kv for i in short.tolist()])
+            counters[CAPACITY, everyone.seats_B[short]] += self.kv.block_size
         if not counters[NUM_UNKNOWN, at].all():
             for i in np.flatnonzero(tokens % self.kv.block_size == 0).tolist():
                 self._note_keys(everyone.sequences[i], int(tokens[i]) - 1, 1)

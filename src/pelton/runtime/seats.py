@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from pelton.engine.batch_sampling import SamplingInputs
     from pelton.runtime.sequence import Sequence
 
 Int32 = npt.NDArray[np.int32]
@@ -23,6 +24,8 @@ Int32 = npt.NDArray[np.int32]
 #: Rows of ``counters``; ``Sequence`` says what each is.
 NUM_TOKENS, NUM_UNKNOWN, NUM_COMPUTED, NUM_PROMPT, MAX_TOTAL, MIN_TOTAL, CAPACITY, NUM_SHARED = range(8)
 NUM_COUNTERS = 8
+#: Those that grow by one with each step that decodes.
+STEPPING = slice(NUM_TOKENS, NUM_COMPUTED + 1)
 
 
 class Everyone:
@@ -43,10 +46,17 @@ class Everyone:
         self.edited = bool(seats.edited_S[seats_B].any())
         self.scored = bool((seats.logprobs_S[seats_B] >= 0).any())
         self.ends_B, self.stops_B = seats.ends_S[seats_B], seats.stops_S[seats_B]
+        self.ends, self.stops = bool(self.ends_B.any()), bool(self.stops_B.any())
+        self.last_B: Int32 = seats.counters_CS[MAX_TOTAL, seats_B] - np.int32(1)
+        """Index of the last token it may have."""
+        self.firsts_B = seats_B.astype(np.intp) * seats.tokens_SL.shape[1]
+        """Where its tokens begin in ``tokens_F``."""
         self.ones_B, self.all_B = np.ones(n, np.int32), np.ones(n, bool)
         self.zeros_B = np.zeros(n, np.float32)
         for array in (self.ones_B, self.all_B, self.zeros_B):
             array.flags.writeable = False
+        self.greedy: SamplingInputs | None = None
+        """Sampling parameters, once made, the random numbers left out."""
 
 
 class Seats:
@@ -56,6 +66,8 @@ class Seats:
         self.counters_CS: Int32 = np.zeros((NUM_COUNTERS, num_seats), np.int32)
         self.tokens_SL: Int32 = np.zeros((num_seats, max_seq_len), np.int32)
         """Untouched memory costs nothing: what is taken is what sequences use."""
+        self.tokens_F = self.tokens_SL.reshape(-1)
+        """The same, flat."""
         self.tables_GSM: Int32 = np.zeros((num_groups, num_seats, num_columns), np.int32)
         self.generation_S: Int32 = np.zeros(num_seats, np.int32)
         """How often a seat has been left: while it stays, the sequence sits and has its blocks."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from pelton.engine.batch import InputBatch
+from pelton.engine.batch import DecodeRun, InputBatch
 from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.plan import Dim, Plan
 from pelton.engine.shards import align
@@ -19,6 +20,20 @@ from pelton.kernels.gpu.driver import Memory, PinnedMemory, Stream
 from pelton.kernels.stage.cuda import BLOCK, SEGMENTS
 
 Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """Page-locked memory that holds a step of a run: of the run's next steps only these places change."""
+
+    run: DecodeRun
+    dims: Mapping[str, int]
+    n: int
+    """Header and values."""
+    positions_B: Int32
+    seq_lens_B: Int32
+    slots_GB: list[Int32]
+    pairs: Int32
 
 
 class DeviceInputs:
@@ -56,6 +71,10 @@ class DeviceInputs:
         assert self._values[0] == "input_ids"
         self._range: Int32 = np.arange(plan.dims["B"] + 1, dtype=np.int32)
         self._n, self._ids, self._pairs = C.c_int32(), C.c_int32(), C.c_int32()
+        self._run: DecodeRun | None = None
+        """That of the step staged last."""
+        self._staged: dict[int, _Staged] = {}
+        """By the address of page-locked memory, what is still in it."""
 
     def clear(self, stream: Stream) -> None:
         """Make the device's block tables what the host takes them for."""
@@ -70,17 +89,70 @@ class DeviceInputs:
 
     def stage(self, batch: InputBatch, dims: Mapping[str, int], host: PinnedMemory, stream: Stream) -> None:
         """Put ``batch`` through ``host`` (``nbytes`` of it) into place, padded to ``dims``."""
-        whole: Int32 = host.array(np.int32)
-        n = self._pack(batch, dims, whole)
-        pairs = self._changes(batch, whole[n:])
+        staged = self._staged.get(host.address)
+        again = batch.run is not None and batch.run is self._run
+        if again and staged is not None and staged.run is batch.run and staged.dims == dims:
+            n, pairs = staged.n, self._next(batch, staged)
+        else:
+            whole: Int32 = host.array(np.int32)
+            at = self._pack(batch, dims, whole)
+            n = at["end"]
+            pairs = self._changes(batch, whole[n:])
+            self._staged.pop(host.address, None)
+            if again:  # of a run's first step the token ids change too
+                self._staged[host.address] = self._keep(batch, dims, whole, at)
+        self._run = batch.run
         self._n.value, self._ids.value, self._pairs.value = n - 2 * SEGMENTS, dims["T"], pairs
         self._packed.value = host.address
         self._kernel.run(stream, -(-max(n, pairs) // BLOCK))
 
-    def _pack(self, batch: InputBatch, dims: Mapping[str, int], whole: Int32) -> int:
-        """Header and values -> the number of both."""
+    def _keep(
+        self, batch: InputBatch, dims: Mapping[str, int], whole: Int32, at: Mapping[str, int]
+    ) -> _Staged:
+        """What the run's next step through the same memory changes."""
+        assert batch.run is not None
+        rows = len(batch.positions_T)
+        slots = [at[f"slot_mapping.{g}"] for g in range(len(batch.groups))]
+        return _Staged(
+            run=batch.run,
+            dims=dict(dims),
+            n=at["end"],
+            positions_B=whole[at["positions"] :][:rows],
+            seq_lens_B=whole[at["seq_lens"] :][:rows],
+            slots_GB=[whole[start : start + rows] for start in slots],
+            pairs=whole[at["end"] :],
+        )
+
+    def _next(self, batch: InputBatch, staged: _Staged) -> int:
+        """A run's next step -> entries of block tables that are sent: those of tokens that begin a block."""
+        positions_B, size, count = batch.positions_T, self._block_size, 0
+        staged.positions_B[:] = positions_B
+        staged.seq_lens_B[:] = batch.groups[0].seq_lens_B
+        rows = np.flatnonzero(positions_B % size == 0)
+        cols = positions_B[rows] // size
+        for g, group in enumerate(batch.groups):
+            slots_B = group.slot_mapping_T
+            staged.slots_GB[g][:] = slots_B
+            if len(rows):
+                count = self._send(g, rows, cols, slots_B[rows] // size, staged.pairs, count)
+        return count
+
+    def _send(
+        self, group: int, rows: npt.NDArray[np.intp], cols: Int32, values: Int32, pairs: Int32, count: int
+    ) -> int:
+        """Add entries of a block table to the ``count`` ``pairs`` -> how many there are then."""
+        mirror, end = self._tables[group], count + len(rows)
+        mirror[rows, cols] = values
+        new = pairs[2 * count : 2 * end]
+        new[0::2] = rows * mirror.shape[1] + cols + self._offsets[f"block_table.{group}"]
+        new[1::2] = values
+        return end
+
+    def _pack(self, batch: InputBatch, dims: Mapping[str, int], whole: Int32) -> dict[str, int]:
+        """Header and values -> where each input begins, and the ``end``."""
         at, first = 2 * SEGMENTS, batch.groups[0]
         starts, shifts = [], []
+        places = {}
         for name in self._values:
             match name.split("."):
                 case ["input_ids"]:
@@ -97,6 +169,7 @@ class DeviceInputs:
                     array, wanted, padding = batch.groups[int(group)].slot_mapping_T, dims["T"], -1
                 case _:
                     raise AssertionError(name)
+            places[name] = at
             starts.append(at - 2 * SEGMENTS)
             shifts.append(self._offsets[name] - starts[-1])
             end = at + len(array)
@@ -108,25 +181,20 @@ class DeviceInputs:
         whole[: len(starts)] = starts
         whole[len(starts) : SEGMENTS] = np.iinfo(np.int32).max
         whole[SEGMENTS : SEGMENTS + len(shifts)] = shifts
-        return at
+        places["end"] = at
+        return places
 
     def _changes(self, batch: InputBatch, pairs: Int32) -> int:
         """Places and values of the block tables' entries that the device does not have -> how many."""
         count = 0
         columns = -(-int(batch.groups[0].seq_lens_B.max(initial=0)) // self._block_size)
         for g, group in enumerate(batch.groups):
-            mirror = self._tables[g]
             wanted = group.block_table_BM[:, :columns]
-            had = mirror[: len(wanted), :columns]
+            had = self._tables[g][: len(wanted), :columns]
             changed = np.flatnonzero((wanted != had).ravel())
             if len(changed):
                 rows, cols = np.divmod(changed, columns)
-                values = wanted[rows, cols]
-                had[rows, cols] = values
-                new = pairs[2 * count : 2 * (count + len(rows))]
-                new[0::2] = rows * mirror.shape[1] + cols + self._offsets[f"block_table.{g}"]
-                new[1::2] = values
-                count += len(rows)
+                count = self._send(g, rows, cols, wanted[rows, cols], pairs, count)
         return count
 
     def close(self) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pelton.dtypes import ITEMSIZE
 from pelton.engine.artifact import Engine
-from pelton.engine.batch import Float32, InputBatch, StepResult
+from pelton.engine.batch import DecodeRun, Float32, InputBatch, StepResult
 from pelton.engine.batch_sampling import Int32, SamplingInputs, StepLogprobs
 from pelton.engine.cuda.code_check import read_code
 from pelton.engine.cuda.edits import DeviceEdits
@@ -39,11 +40,29 @@ _SLOTS = 2
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:
-    """Buckets of sequences: 1, 2, 4, 8, then steps of an eighth to a quarter."""
+    """Buckets of sequences: 1, 2, 4, 8, then quarters between powers of two, but steps of at least 8.
+
+    Powers of two are among them: tiles of products are full there.
+    """
     sizes = [1, 2, 4, 8]
     while sizes[-1] < min(largest, _LARGEST_GRAPH):
-        sizes.append(sizes[-1] + max(8, sizes[-1] // 4 // 8 * 8))
+        power = 1 << sizes[-1].bit_length() - 1
+        sizes.append(sizes[-1] + max(8, power // 4))
     return tuple(s for s in sizes if s < largest) + ((largest,) if largest <= _LARGEST_GRAPH else ())
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What of a step is the same in all of its run."""
+
+    run: DecodeRun | None
+    rows: int
+    """Rows of logits."""
+    size: int
+    """Of the graph, 0: it runs as none."""
+    dims: Mapping[str, int]
+    """Padded to the graph's."""
+    decodes: bool
 
 
 class PendingTokens:
@@ -57,6 +76,7 @@ class PendingTokens:
         """The token of each row of logits, or why there is none. Waits for the GPU."""
         if self._tokens is None:
             self._slot.wait()
+            self._slot.used = False
             self._tokens = self._slot.token_array[: self._rows].copy()
         return self._tokens
 
@@ -108,6 +128,7 @@ class CudaRunner:
         self._host_logits: PinnedMemory | None = None
         self._sizes = graph_sizes(rows)
         self._graphs: dict[int, Graph] = {}
+        self._last: _Step | None = None
         self._producer = {
             plan.operands[o].buffer: i for i, ins in enumerate(plan.instructions) for o in ins.outputs
         }
@@ -163,18 +184,24 @@ class CudaRunner:
 
     def _launch(self, batch: InputBatch, slot: Slot, after: Callable[[int], None] | None) -> int:
         """Put a step into the stream -> rows of logits."""
+        step = self._last
+        if step is None or batch.run is None or batch.run is not step.run:
+            self._last = step = self._step(batch, graphs=after is None)
+        self._inputs.stage(batch, step.dims, slot.inputs, self._stream)
+        if step.size:
+            self._graph(step.size, step.dims).launch(self._stream)
+        else:
+            self._launcher.run(self._stream, step.dims, after, decodes=step.decodes)
+        return step.rows
+
+    def _step(self, batch: InputBatch, *, graphs: bool) -> _Step:
+        """``graphs``: whether it may run as a graph."""
         dims = step_dims(batch)
-        rows = dims["N"]
-        decoding = decodes(batch)
-        size = self._graph_size(dims) if decoding and after is None else 0
+        rows, decoding = dims["N"], decodes(batch)
+        size = self._graph_size(dims) if decoding and graphs else 0
         if size:
             dims = {"T": size, "B": size, "B+1": size + 1, "N": size}
-        self._inputs.stage(batch, dims, slot.inputs, self._stream)
-        if size:
-            self._graph(size, dims).launch(self._stream)
-        else:
-            self._launcher.run(self._stream, dims, after, decodes=decoding)
-        return rows
+        return _Step(batch.run, rows, size, dims, decoding)
 
     def _graph_size(self, dims: Mapping[str, int]) -> int:
         """The bucket of a decode step in which each sequence wants its logits; else 0."""

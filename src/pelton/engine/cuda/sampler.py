@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pelton.engine.batch_sampling import Int32, SamplingInputs
+from pelton.engine.batch_sampling import Float32, Int32, SamplingInputs
 from pelton.engine.cuda.code import Code
 from pelton.engine.cuda.edits import DeviceEdits, edit_bytes
 from pelton.engine.cuda.kernel import EngineKernel
@@ -25,6 +25,7 @@ class Slot:
         self.index = index
         self.inputs = PinnedMemory(input_bytes)
         self.parameters = PinnedMemory(len(_FIELDS) * align(4 * rows))
+        self.parameter_arrays: Int32 = self.parameters.array(np.int32).reshape(len(_FIELDS), -1)
         self.tokens = PinnedMemory(4 * rows)
         self.token_array: Int32 = self.tokens.array(np.int32)
         self.done = Event()
@@ -61,6 +62,10 @@ class DeviceSampler:
         self._given = Memory(len(_FIELDS) * self._stride)
         self._zeros = Memory(4 * rows)
         self._zeros.fill(0, stream)
+        self._held: SamplingInputs | None = None
+        """Whose parameters ``_given`` has, the random numbers aside."""
+        self._greedy: Float32 | None = None
+        """Temperatures of the last step that drew nothing."""
         self._parameters = [C.c_uint64(self._given.address + i * self._stride) for i in range(len(_FIELDS))]
         self._host_tokens = C.c_uint64()
         top, at, *rest = [C.c_uint64(m.address) for m in self._memory]
@@ -82,14 +87,10 @@ class DeviceSampler:
 
     def sample(self, stream: Stream, inputs: SamplingInputs, rows: int, slot: Slot) -> None:
         """Sample ``rows`` rows; their tokens arrive in ``slot``."""
-        draws = bool(inputs.temperature_N.any())
+        draws = self._draws(inputs)
         self._parameters[0].value = self._given.address if draws else self._zeros.address
         if draws:
-            staged = slot.parameters.array(np.uint8)
-            for i, name in enumerate(_FIELDS):
-                values = getattr(inputs, name)
-                staged[i * self._stride : i * self._stride + 4 * rows] = values.view(np.uint8)
-            stream.copy_in(self._given.address, slot.parameters.address, len(_FIELDS) * self._stride)
+            self._give(stream, inputs, rows, slot)
         self._host_tokens.value = slot.tokens.address
         self.edits.before(stream, inputs, rows, slot.index)
         self._scan.run(stream, rows, self._pieces.count)
@@ -97,6 +98,27 @@ class DeviceSampler:
             self._weigh.run(stream, rows, self._pieces.count)
         self._choose.run(stream, rows)
         self.edits.after(stream, inputs, rows, slot.index)
+
+    def _draws(self, inputs: SamplingInputs) -> bool:
+        """Whether a row has a temperature."""
+        if inputs.temperature_N is self._greedy:  # as a rule the step before had the same ones
+            return False
+        draws = bool(inputs.temperature_N.any())
+        if not draws:
+            self._greedy = inputs.temperature_N
+        return draws
+
+    def _give(self, stream: Stream, inputs: SamplingInputs, rows: int, slot: Slot) -> None:
+        """Bring parameters to the device: of the same arrays as before only the random numbers."""
+        held, first = self._held, 0
+        if held is not None and all(getattr(held, name) is getattr(inputs, name) for name in _FIELDS[:-1]):
+            first = len(_FIELDS) - 1
+        for i in range(first, len(_FIELDS)):
+            slot.parameter_arrays[i][:rows] = getattr(inputs, _FIELDS[i]).view(np.int32)
+        start = first * self._stride
+        nbytes = len(_FIELDS) * self._stride - start
+        stream.copy_in(self._given.address + start, slot.parameters.address + start, nbytes)
+        self._held = inputs
 
     def close(self) -> None:
         self.edits.close()
