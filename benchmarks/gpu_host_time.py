@@ -97,11 +97,15 @@ def parts() -> Iterator[dict[str, list[float]]]:
     """Within, seconds of each call of ``PARTS`` and of the driver; timing them takes time too."""
     times: dict[str, list[float]] = defaultdict(list)
     library = TimedLibrary(driver.library(), times)
+
+    def timed_library() -> TimedLibrary:
+        return library
+
     with contextlib.ExitStack() as patches:
         for owner, name in PARTS:
             label = f"{owner.__name__.split('.')[-1]}.{name}"
             patches.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), times[label])))
-        patches.enter_context(mock.patch.object(driver, "library", return_value=library))
+        patches.enter_context(mock.patch.object(driver, "library", timed_library))
         yield times
 
 

@@ -163,6 +163,34 @@ def test_edited_and_scored_requests_answer_as_if_the_host_sampled(blocks: int, h
     assert ahead.session.num_submits > 20, "they must run ahead"
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_long_run_samples_as_the_host_does(logprobs: int | None) -> None:
+    """Parameters and random numbers of a run's steps come from the step before."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 1.3, "top_k": 9, "min_tokens": 30, "stop_token_ids": tuple(range(0, 50, 3))},
+        {"temperature": 0.7, "presence_penalty": 0.8, "logprobs": logprobs},
+        {"logprobs": 0 if logprobs else None},
+    ]
+
+    def answers(kind: type[FakeSession]) -> tuple[FakeSession, dict[str, list[object]]]:
+        session = kind(fake_config(max_batch_size=8, max_seq_len=60), 120)
+        executor = Executor(session)
+        for i, params in enumerate(kinds):
+            executor.add(make_request(f"r{i}", [i, 3, 4], max_tokens=40 + i, seed=7 * i, **params))
+        got: dict[str, list[object]] = {}
+        for name, updates in drain(executor).items():
+            found = [(u.new_token_ids, [(p.token_ids, p.rank) for p in u.logprobs]) for u in updates]
+            got[name] = [u for u in found if u != ((), [])]
+        return session, got
+
+    _, expected = answers(FakeSession)
+    session, got = answers(SubmittingSession)
+    assert got == expected
+    assert isinstance(session, SubmittingSession)
+    assert session.num_next > 35
+
+
 def test_edited_requests_do_not_need_the_host_but_bad_words_of_two_tokens_do() -> None:
     def one(bad: tuple[tuple[int, ...], ...] = (), **sampling: Any) -> Sequence:
         request = msgspec.structs.replace(make_request("r", [1, 2], **sampling), bad_word_ids=bad)

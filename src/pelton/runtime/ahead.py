@@ -11,20 +11,19 @@ where something happens to them (a block is full, an answer begins or ends).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pelton.engine.batch_sampling import LogitsEdits, PendingStep, SamplingInputs
-from pelton.kernels.sampling.reference import uniforms
+from pelton.engine.batch_sampling import PendingStep, SamplingInputs
 from pelton.runtime.host_time import HostClock
 from pelton.runtime.input_batch import InputBatchBuilder
 from pelton.runtime.request import TokenLogprobs
 from pelton.runtime.sampler import logits_processor
+from pelton.runtime.sampling_inputs import next_inputs, sampling_inputs
 from pelton.runtime.scheduled import SchedulerOutput, StepArrays
 from pelton.runtime.seats import (
     MAX_TOTAL,
@@ -41,67 +40,10 @@ from pelton.runtime.sequence import Sequence
 
 Int32 = npt.NDArray[np.int32]
 
-_BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
-
 
 def needs_host(sequence: Sequence) -> bool:
     """Whether its logits must come to the host: the prompt's are scored, or the device cannot edit them."""
     return sequence.request.sampling.prompt_logprobs is not None or not logits_processor(sequence).on_device
-
-
-def sampling_inputs(step: StepArrays, seats: Seats) -> SamplingInputs:
-    """The parameters of the next token of each member of ``step`` that samples."""
-    everyone = step.everyone
-    if everyone is None or everyone.edited or everyone.scored:
-        return _sampling_inputs(seats, _seats_that_sample(step), lambda: _who_samples(step))
-    if everyone.greedy is None:
-        everyone.greedy = SamplingInputs(
-            temperature_N=everyone.temperature_B,
-            top_k_N=everyone.top_k_B,
-            top_p_N=everyone.top_p_B,
-            min_p_N=everyone.min_p_B,
-            uniform_N=everyone.zeros_B,
-        )
-    if not everyone.draws:
-        return everyone.greedy
-    positions = step.starts_B.astype(np.int64) + 1
-    uniform_N = np.minimum(uniforms(everyone.seed_B, positions).astype(np.float32), _BELOW_ONE)
-    return replace(everyone.greedy, uniform_N=uniform_N)
-
-
-def _sampling_inputs(seats: Seats, seats_N: Int32, sequences: Callable[[], Seq[Sequence]]) -> SamplingInputs:
-    temperature_N, logprobs_N = seats.temperature_S[seats_N], seats.logprobs_S[seats_N]
-    if temperature_N.any():
-        numbers = uniforms(seats.seed_S[seats_N], seats.counters_CS[NUM_TOKENS, seats_N].astype(np.int64))
-        uniform_N = np.minimum(numbers.astype(np.float32), _BELOW_ONE)
-    else:
-        uniform_N = np.zeros(len(seats_N), np.float32)
-    return SamplingInputs(
-        temperature_N=temperature_N,
-        top_k_N=seats.top_k_S[seats_N],
-        top_p_N=seats.top_p_S[seats_N],
-        min_p_N=seats.min_p_S[seats_N],
-        uniform_N=uniform_N,
-        edits=_edits(seats, seats_N, sequences()) if seats.edited_S[seats_N].any() else None,
-        logprobs_N=logprobs_N if (logprobs_N >= 0).any() else None,
-    )
-
-
-def _edits(seats: Seats, seats_N: Int32, sequences: Seq[Sequence]) -> LogitsEdits:
-    edited_N = seats.edited_S[seats_N]
-    new = np.flatnonzero(edited_N & ~seats.begun_S[seats_N]).tolist()
-    begins = [logits_processor(sequences[n]).device_edits(sequences[n]) for n in new]
-    seats.begun_S[seats_N[new]] = True
-    counters = seats.counters_CS
-    return LogitsEdits(
-        begins=begins,
-        seat_N=np.where(edited_N, seats_N, np.int32(-1)),
-        masked_N=seats.masked_S[seats_N],
-        short_N=(counters[NUM_TOKENS, seats_N] < counters[MIN_TOTAL, seats_N]).astype(np.int32),
-        repetition_N=seats.repetition_S[seats_N],
-        frequency_N=seats.frequency_S[seats_N],
-        presence_N=seats.presence_S[seats_N],
-    )
 
 
 @dataclass(frozen=True)
@@ -128,11 +70,11 @@ class Sampled:
     tokens_N: Int32
     """Their tokens; below zero: why there is none (``engine.batch_sampling``)."""
     special_N: npt.NDArray[np.bool_]
-    """Who has perhaps ended, got its first token or log-probabilities, or sits no more: the caller looks at
-    each. Of who sits no more, the token is not yet part of the sequence."""
+    """Who has perhaps ended, got its first token, or sits no more: the caller looks at each. Of who sits no
+    more, the token is not yet part of the sequence."""
     sits_N: npt.NDArray[np.bool_]
-    logprobs: Callable[[int], TokenLogprobs | None]
-    """Those of a row, if it wants any."""
+    logprobs_N: list[TokenLogprobs | None] | None
+    """Those of each row that wants any; None: no row does."""
 
 
 class Ahead:
@@ -172,17 +114,22 @@ class Ahead:
         runs."""
         step, seats = output.arrays().by_seat(), self._seats
         counters, everyone = seats.counters_CS, step.everyone
-        goes_on = everyone is not None and before is not None and before.step.everyone is everyone
-        inputs = sampling_inputs(step, seats)
-        batch = self._batches.build_next(step) if goes_on else self._batches.build(step)
+        if everyone is not None and before is not None and before.step.everyone is everyone:
+            batch, goes_on = self._batches.build_next(step), True
+            inputs = next_inputs(before.inputs, everyone, seats, batch.groups[0].seq_lens_B)
+        else:
+            batch, goes_on = self._batches.build(step), False
+            inputs = sampling_inputs(step, seats)
         pending = self._session.submit(batch, inputs)
         if everyone is not None:
             known_N = batch.groups[0].seq_lens_B
             seats.tokens_F[everyone.firsts_B + known_N] = self._placeholders[: len(known_N)]
             counters[STEPPING, everyone.at] += 1
+            if not goes_on:
+                everyone.random.clear()
             self.in_flight = InFlight(step, everyone.generation_B, inputs, pending, known_N, not goes_on)
             return
-        seats_N = _seats_that_sample(step)
+        seats_N = step.seats_that_sample()
         num_tokens_N = counters[NUM_TOKENS, seats_N]
         seats.tokens_SL[seats_N, num_tokens_N] = self._placeholders[: len(seats_N)]
         counters[NUM_TOKENS, seats_N] = num_tokens_N + 1
@@ -219,9 +166,7 @@ class Ahead:
             here = seats_N[sits_N]
             special_N = np.ones(len(seats_N), bool)
             special_N[sits_N] = self._reveal(here, here, tokens_N[sits_N])
-        if flight.inputs.logprobs_N is not None:
-            special_N = special_N | (flight.inputs.logprobs_N >= 0)
-        return Sampled(_who_samples(step), tokens_N, special_N, sits_N, _logprobs(flight, tokens_N))
+        return Sampled(step.who_samples(), tokens_N, special_N, sits_N, _logprobs(flight, tokens_N))
 
     def _reveal_all(self, everyone: Everyone, flight: InFlight, tokens_N: Int32) -> npt.NDArray[np.bool_]:
         """``_reveal`` of those who all sit still."""
@@ -260,32 +205,28 @@ class Ahead:
         return special
 
 
-def _seats_that_sample(step: StepArrays) -> Int32:
-    return step.seats_B if step.samples_B.all() else step.seats_B[step.samples_B]
-
-
-def _who_samples(step: StepArrays) -> Seq[Sequence]:
-    if step.everyone is not None or step.samples_B.all():
-        return step.sequences
-    return [step.sequences[b] for b in np.flatnonzero(step.samples_B).tolist()]
-
-
-def _logprobs(flight: InFlight, tokens_N: Int32) -> Callable[[int], TokenLogprobs | None]:
+def _logprobs(flight: InFlight, tokens_N: Int32) -> list[TokenLogprobs | None] | None:
     wanted_N = flight.inputs.logprobs_N
     found = flight.pending.logprobs() if wanted_N is not None else None
     if wanted_N is None or found is None:
-        return lambda n: None
-
-    limit = max(0, int(wanted_N.max()))
-    wanted, tokens, chosen, ranks = (
-        values.tolist() for values in (wanted_N, tokens_N, found.chosen_N, found.ranks_N)
+        return None
+    most = max(0, int(wanted_N.max()))
+    ids_Nk = np.concatenate([tokens_N[:, None], found.token_ids_Nk[:, :most]], axis=1)
+    logprobs_Nk = np.concatenate([found.chosen_N[:, None], found.logprobs_Nk[:, :most]], axis=1)
+    rows = zip(
+        map(tuple, ids_Nk.tolist()),
+        map(tuple, logprobs_Nk.tolist()),
+        found.ranks_N.tolist(),
+        strict=True,
     )
-    ids, logprobs = found.token_ids_Nk[:, :limit].tolist(), found.logprobs_Nk[:, :limit].tolist()
-
-    def of(n: int) -> TokenLogprobs | None:
-        most, token = wanted[n], tokens[n]
-        if most < 0 or token < 0:
-            return None
-        return TokenLogprobs((token, *ids[n][:most]), (chosen[n], *logprobs[n][:most]), ranks[n])
-
-    return of
+    all_N: list[TokenLogprobs | None] = [TokenLogprobs(ids, values, rank) for ids, values, rank in rows]
+    fewer = (wanted_N < most) | (tokens_N < 0)
+    for n in np.flatnonzero(fewer).tolist():
+        whole, count = all_N[n], int(wanted_N[n]) + 1
+        assert whole is not None
+        all_N[n] = (
+            TokenLogprobs(whole.token_ids[:count], whole.logprobs[:count], whole.rank)
+            if count and tokens_N[n] >= 0
+            else None
+        )
+    return all_N

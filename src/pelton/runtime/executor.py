@@ -231,11 +231,15 @@ class Executor:
             RequestUpdate(request_id=request_id, new_token_ids=(token,))
             for request_id, token in zip(ids, tokens, strict=True)
         ]
+        logprobs = sampled.logprobs_N
+        for n, found in enumerate(logprobs or ()):
+            if found is not None:
+                updates[n] = RequestUpdate(request_id=ids[n], new_token_ids=(tokens[n],), logprobs=(found,))
         special = np.flatnonzero(sampled.special_N).tolist()
         if not special:
             return updates  # type: ignore[return-value]
         for n in special:
-            result = Sampled(tokens[n], sampled.logprobs(n))
+            result = Sampled(tokens[n], logprobs[n] if logprobs else None)
             updates[n] = self._special(sampled.sequences[n], result, sits=bool(sampled.sits_N[n]))
         return [update for update in updates if update is not None]
 

@@ -63,6 +63,16 @@ class StepArrays:
             prompt_rows=[(s.first_prompt_row, s.last_prompt_row) for s in scheduled] if scores else None,
         )
 
+    def seats_that_sample(self) -> Int32:
+        """Of those who get a token, in this order."""
+        return self.seats_B if self.samples_B.all() else self.seats_B[self.samples_B]
+
+    def who_samples(self) -> Seq[Sequence]:
+        """Those who get a token, in this order."""
+        if self.everyone is not None or self.samples_B.all():
+            return self.sequences
+        return [self.sequences[b] for b in np.flatnonzero(self.samples_B).tolist()]
+
     def by_seat(self) -> StepArrays:
         """In the order of seats: the order in which block tables lie."""
         assert self.prompt_rows is None

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from pelton.engine.batch_sampling import SamplingInputs
     from pelton.runtime.sequence import Sequence
 
 Int32 = npt.NDArray[np.int32]
@@ -39,12 +38,9 @@ class Everyone:
         self.at: slice | Int32 = slice(0, n) if dense else seats_B
         """Indexes the seats' arrays: a slice, which copies nothing, where there are no holes."""
         self.generation_B = seats.generation_S[seats_B]
-        self.temperature_B = seats.temperature_S[seats_B]
-        self.top_k_B, self.top_p_B = seats.top_k_S[seats_B], seats.top_p_S[seats_B]
-        self.min_p_B, self.seed_B = seats.min_p_S[seats_B], seats.seed_S[seats_B]
-        self.draws = bool(self.temperature_B.any())
-        self.edited = bool(seats.edited_S[seats_B].any())
-        self.scored = bool((seats.logprobs_S[seats_B] >= 0).any())
+        self.seed_B, self.draws = seats.seed_S[seats_B], bool(seats.temperature_S[seats_B].any())
+        self.random: list[npt.NDArray[np.float32]] = []
+        """Random numbers of its next steps, the last first, as far as they are made."""
         self.ends_B, self.stops_B = seats.ends_S[seats_B], seats.stops_S[seats_B]
         self.ends, self.stops = bool(self.ends_B.any()), bool(self.stops_B.any())
         self.last_B: Int32 = seats.counters_CS[MAX_TOTAL, seats_B] - np.int32(1)
@@ -52,11 +48,8 @@ class Everyone:
         self.firsts_B = seats_B.astype(np.intp) * seats.tokens_SL.shape[1]
         """Where its tokens begin in ``tokens_F``."""
         self.ones_B, self.all_B = np.ones(n, np.int32), np.ones(n, bool)
-        self.zeros_B = np.zeros(n, np.float32)
-        for array in (self.ones_B, self.all_B, self.zeros_B):
+        for array in (self.ones_B, self.all_B):
             array.flags.writeable = False
-        self.greedy: SamplingInputs | None = None
-        """Sampling parameters, once made, the random numbers left out."""
 
 
 class Seats:

@@ -38,11 +38,14 @@ class _Staging:
         self.ranks = PinnedMemory(4 * rows)
         self.ids = PinnedMemory(4 * rows * MOST_LOGPROBS)
         self.begins = PinnedMemory(1 << 16)
+        self._held: list[npt.NDArray[np.generic] | None] = [None] * (len(_INTS) + len(_FLOATS) + 1)
 
     def put(self, field: int, values: npt.NDArray[np.generic]) -> int:
         """Store a parameter of each row -> its address."""
         start = field * self.stride
-        self.parameters.array(np.uint8)[start : start + values.nbytes] = values.view(np.uint8)
+        if self._held[field] is not values:  # what comes again holds what it held
+            self._held[field] = values
+            self.parameters.array(np.uint8)[start : start + values.nbytes] = values.view(np.uint8)
         return self.parameters.address + start
 
     def room(self, nbytes: int) -> npt.NDArray[np.int32]:
