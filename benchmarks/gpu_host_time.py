@@ -40,6 +40,7 @@ NARROW = LLAMA_8B | {
 #: What requests ask for, and at how many sequences it is timed.
 KINDS: dict[str, tuple[tuple[int, ...], dict[str, float]]] = {
     "greedy": ((1, 64, 256), {}),
+    "cached": ((256,), {"caches": True}),
     "sampled": ((256,), {"temperature": 0.8, "top_p": 0.9}),
     "penalties": ((256,), {"temperature": 0.8, "repetition_penalty": 1.1}),
     "logprobs": ((256,), {"logprobs": 2}),
@@ -114,11 +115,11 @@ def measure(
     sequences: int,
     steps: int,
     prompt: int,
-    sampling: dict[str, float],
+    asks: dict[str, float],
     times: dict[str, list[float]],
 ) -> str:
     """Steps in which ``sequences`` decode, of which a sixteenth needs a block; ``times``: of these alone."""
-    run = start(session, [prompt + i % 16 for i in range(sequences)], 80 + steps + sequences, **sampling)
+    run = start(session, [prompt + i % 16 for i in range(sequences)], 80 + steps + sequences, **asks)
     warm = 0
     while warm < 8:  # a step in flight is not this one
         warm = warm + 1 if len(run.step()) == sequences else 0

@@ -15,9 +15,18 @@ from pelton.runtime.host_time import HostTime
 from pelton.runtime.validation import resolve_requests
 
 
-def start(session: pelton.Session, prompts: Sequence[int], answer: int, **sampling: float | bool) -> Executor:
-    """An executor with requests of random prompts of the given lengths, each answered to its full length."""
-    config = ExecutorConfig(max_waiting=len(prompts), enable_prefix_caching=False)
+def start(
+    session: pelton.Session,
+    prompts: Sequence[int],
+    answer: int,
+    *,
+    caches: bool = False,
+    **sampling: float | bool,
+) -> Executor:
+    """An executor with requests of random prompts of the given lengths, each answered to its full length.
+
+    ``caches``: whether prefixes are cached, as a server does."""
+    config = ExecutorConfig(max_waiting=len(prompts), enable_prefix_caching=caches)
     executor, rng = Executor(session, config), np.random.default_rng(2)
     params = pelton.SamplingParams(max_tokens=answer, ignore_eos=True, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
     for i, length in enumerate(prompts):

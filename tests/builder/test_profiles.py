@@ -137,3 +137,9 @@ def test_profiles_know_the_inputs_that_models_have() -> None:
             found.setdefault(dim, set()).add(graph.input_of(node).name.split(".")[0])
     assert found.pop("B+1") == {"cu_seqlens"}
     assert found == {dim: set(inputs) for dim, inputs in STEP_DIMS.items()}
+
+
+def test_logits_take_memory_for_what_a_step_may_ask_for() -> None:
+    """Not for every token of a GPU's large step: 8192 rows of 128256 logits were 4.2 GB."""
+    limits = step_limits(resolved(max_batch_size=256, max_num_tokens=8192))
+    assert limits == {"T": 8192, "B": 256, "N": 256 + 512}

@@ -18,6 +18,7 @@ from pelton.builder.evaluation import eager_config, exact_model, windows
 from pelton.builder.gate import QualityGate
 from pelton.builder.text import built_in, checkpoint_ids, paragraphs
 from pelton.engine.artifact import open_engine
+from pelton.engine.shapes import OptimizationProfile
 from pelton.errors import MissingDependencyError
 from pelton.models.checkpoint import open_checkpoint
 from pelton.serving.cli.main import run_command
@@ -67,6 +68,14 @@ def test_the_perplexity_is_torchs_of_the_models_own_logits(source: Path, engine:
 def test_a_window_is_no_longer_than_a_step(engine: Path) -> None:
     found = evaluate(engine, tokens=100, window=4096)
     assert found.window == LIMITS["max_num_tokens"] and found.kl_mean is None
+
+
+def test_a_window_is_no_longer_than_a_step_has_rows_of_logits(source: Path, tmp_path: Path) -> None:
+    profile = OptimizationProfile.parse("N=1:4:16")
+    engine = build_text_engine(
+        tmp_path / "narrow.engine", open_checkpoint(source), profiles=(profile,), timing=False
+    )
+    assert evaluate(engine, tokens=100, window=4096).window == 16
 
 
 def test_the_command(source: Path, engine: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -31,10 +31,11 @@ Run = Callable[[InputBatch], Float32]
 
 
 def window_of(config: EngineConfig, wanted: int = WINDOW) -> int:
-    """Tokens of a window: at most what a step of the engine and a sequence may have."""
+    """Tokens of a window: at most what a sequence may have, and a step, each with its logits."""
     build = config.build
     assert build.max_num_tokens and build.max_seq_len
-    return min(wanted, build.max_num_tokens, build.max_seq_len)
+    rows = max((p.dims["N"].max for p in build.profiles or ()), default=build.max_num_tokens)
+    return min(wanted, build.max_num_tokens, build.max_seq_len, rows)
 
 
 def blocks_of(config: EngineConfig, wanted: int = WINDOW) -> int:

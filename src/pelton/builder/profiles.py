@@ -16,6 +16,9 @@ from pelton.errors import ConfigError
 
 #: Buckets widen by about this factor: within one the best tactic rarely changes.
 GROWTH = 8
+#: Rows of logits of a step besides one of each sequence, unless a profile says so: for prompts whose
+#: log-probabilities are wanted. A row has the whole vocabulary, and steps of more tokens are hardly faster.
+PROMPT_ROWS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +80,14 @@ def _automatic(values: dict[str, Any]) -> None:
     dims = {
         "T": DimRange(1, opt, tokens),
         "B": DimRange(1, batch, batch),
-        "N": DimRange(1, batch, tokens),
+        "N": DimRange(1, batch, most_rows(batch, tokens)),
     }
     values["profiles"] = (OptimizationProfile(dims=dims),)
+
+
+def most_rows(batch: int, tokens: int) -> int:
+    """Rows of logits of a step, where nothing else is said."""
+    return min(tokens, batch + PROMPT_ROWS)
 
 
 def _by_dimension(profile: OptimizationProfile) -> dict[str, DimRange]:
@@ -110,11 +118,11 @@ def _dimension(name: str, profile: OptimizationProfile) -> str:
 
 
 def _complete(given: dict[str, DimRange], values: dict[str, Any]) -> OptimizationProfile:
-    """All dimensions: absent ones as wide as the tokens allow."""
+    """All dimensions: absent ones as wide as the tokens allow, and N as ``most_rows``."""
     batch, tokens = values["max_batch_size"], values["max_num_tokens"]
     t = given.get("T", DimRange(1, min(batch, tokens), tokens))
     b = given.get("B", DimRange(1, min(batch, t.opt), min(batch, t.max)))
-    n = given.get("N", DimRange(1, min(b.opt, t.opt), t.max))
+    n = given.get("N", DimRange(1, min(b.opt, t.opt), most_rows(b.max, t.max)))
     profile = OptimizationProfile(dims={"T": t, "B": b, "N": n})
     for dim, sizes in (("B", b), ("N", n)):
         what = f"{DIM_MEANING[dim]} ({', '.join(STEP_DIMS[dim])})"
