@@ -18,7 +18,7 @@ from pelton.builder.quantized_view import draft, places
 from pelton.builder.report import Evaluation
 from pelton.engine.batch import InputBatch
 from pelton.engine.config import BuildConfig, EngineConfig, MemoryPlan
-from pelton.engine.pieces import Piece, make_batch
+from pelton.engine.pieces import Piece, make_batch, most_rows
 from pelton.models.checkpoint import Checkpoint
 from pelton.models.registry import architecture_of, create_model
 from pelton.models.transformers_import.model import ImportedCausalLM
@@ -34,8 +34,7 @@ def window_of(config: EngineConfig, wanted: int = WINDOW) -> int:
     """Tokens of a window: at most what a sequence may have, and a step, each with its logits."""
     build = config.build
     assert build.max_num_tokens and build.max_seq_len
-    rows = max((p.dims["N"].max for p in build.profiles or ()), default=build.max_num_tokens)
-    return min(wanted, build.max_num_tokens, build.max_seq_len, rows)
+    return min(wanted, build.max_num_tokens, build.max_seq_len, most_rows(config))
 
 
 def blocks_of(config: EngineConfig, wanted: int = WINDOW) -> int:

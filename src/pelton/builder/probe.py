@@ -11,6 +11,7 @@ from pelton.engine.batch import InputBatch
 from pelton.engine.config import EngineConfig
 from pelton.engine.pieces import Piece as Piece
 from pelton.engine.pieces import make_batch as make_batch
+from pelton.engine.pieces import most_rows
 
 #: Prompt lengths of the check: more than a block, and not a multiple of one.
 _PREFILLS = (48, 17)
@@ -53,9 +54,10 @@ def probe_steps(config: EngineConfig, tokenizer: Path, seed: int) -> tuple[list[
     another prefill, over a shuffled block pool."""
     build, rng = config.build, np.random.default_rng(seed)
     assert build.block_size and build.max_seq_len and build.max_num_tokens and build.max_batch_size
-    longest = min(build.max_seq_len - 1, build.max_num_tokens)
+    most = min(build.max_num_tokens, most_rows(config))
+    longest = min(build.max_seq_len - 1, most)
     first, second = (min(n, longest) for n in _PREFILLS)
-    second = min(second, build.max_num_tokens - 1) if build.max_batch_size > 1 else 0
+    second = min(second, most - 1) if build.max_batch_size > 1 else 0
     need = [-(-n // build.block_size) for n in (first + 1, second)]
     pool = rng.permutation(sum(need) + 2).astype(np.int32)
     blocks = (pool[: need[0]], pool[need[0] : need[0] + need[1]])

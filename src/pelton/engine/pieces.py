@@ -22,6 +22,13 @@ class Piece:
     blocks: npt.NDArray[np.int32]
 
 
+def most_rows(config: EngineConfig) -> int:
+    """Tokens of a step whose logits may all be wanted."""
+    build = config.build
+    assert build.max_num_tokens
+    return max((p.dims["N"].max for p in build.profiles or ()), default=build.max_num_tokens)
+
+
 def make_batch(
     pieces: Sequence[Piece], config: EngineConfig, logits: Sequence[int] | None = None
 ) -> InputBatch:
