@@ -19,8 +19,12 @@ _COMPUTE_32F, _R_32F = 68, 0
 _TRANSA, _TRANSPOSED = 3, 1
 _MAX_WORKSPACE = 1
 WORKSPACE_BYTES = 32 << 20
+#: cublasLtMatrixLayoutAttribute_t: columns, which are tokens
+_COLUMNS = 3
 #: Steps of so many tokens more have algorithms of their own.
 _TOKENS = 8
+#: Numbers of tokens whose algorithms are kept, of each shape: the oldest is searched for again.
+_MOST = 1024
 
 
 class _Heuristic(C.Structure):
@@ -65,6 +69,39 @@ def _call(name: str, *args: Any) -> None:
         raise EngineError(f"cuBLASLt failed ({name}, status {code})")
 
 
+class _Shape:
+    """Products of one shape but for their tokens: descriptors, and an algorithm for each number of tokens."""
+
+    def __init__(self, n: int, k: int, x_row: int, dtype: str, out_dtype: str, residual_row: int) -> None:
+        self.what = f"k={k} n={n} in {dtype}"
+        self.description = C.c_void_p()
+        _call("cublasLtMatmulDescCreate", C.byref(self.description), _COMPUTE_32F, _R_32F)
+        transposed = C.c_int32(_TRANSPOSED)
+        _call("cublasLtMatmulDescSetAttribute", self.description, _TRANSA, C.byref(transposed), C.c_size_t(4))
+        self.layouts = (
+            _layout(dtype, k, n, k),
+            _layout(dtype, k, 1, x_row),
+            _layout(out_dtype, n, 1, residual_row),
+            _layout(out_dtype, n, 1, n),
+        )
+        self.algorithms: dict[int, Any] = {}
+        """By tokens."""
+        self._tokens = 1
+
+    def set_tokens(self, tokens: int) -> None:
+        """Let the descriptors be of so many. What was launched with them before has read them."""
+        if tokens != self._tokens:
+            count = C.c_uint64(tokens)
+            for layout in self.layouts[1:]:
+                _call("cublasLtMatrixLayoutSetAttribute", layout, _COLUMNS, C.byref(count), C.c_size_t(8))
+            self._tokens = tokens
+
+    def close(self) -> None:
+        for layout in self.layouts:
+            library().cublasLtMatrixLayoutDestroy(layout)
+        library().cublasLtMatmulDescDestroy(self.description)
+
+
 class CublasLt:
     """A handle with its workspace."""
 
@@ -82,7 +119,7 @@ class CublasLt:
             C.byref(size),
             C.c_size_t(8),
         )
-        self._plans: dict[tuple[object, ...], tuple[C.c_void_p, ...]] = {}
+        self._shapes: dict[tuple[object, ...], _Shape] = {}
 
     def matmul(
         self,
@@ -105,15 +142,18 @@ class CublasLt:
         Addresses of the device; the residual is of ``out``'s shape and type, 0: none. ``x_row``,
         ``residual_row``: elements from one row to the next (0: ``n``).
         """
-        key = (tokens, n, k, x_row, dtype, out_dtype, residual_row or n)
-        if key not in self._plans:
-            self._plans[key] = self._plan(*key)  # type: ignore[arg-type]
-        description, a, b, c, d, algorithm = self._plans[key]
+        key = (n, k, x_row, dtype, out_dtype, residual_row or n)
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = _Shape(*key)
+        algorithm = self._algorithm(shape, tokens)
+        shape.set_tokens(tokens)
+        a, b, c, d = shape.layouts
         one, beta = C.c_float(1.0), C.c_float(1.0 if residual else 0.0)
         _call(
             "cublasLtMatmul",
             self.handle,
-            description,
+            shape.description,
             C.byref(one),
             address(weight),
             a,
@@ -124,61 +164,64 @@ class CublasLt:
             c,
             address(out),
             d,
-            algorithm,
+            C.byref(algorithm),
             address(self.workspace.address),
             C.c_size_t(WORKSPACE_BYTES),
             stream.handle,
         )
 
-    def _plan(
-        self, tokens: int, n: int, k: int, x_row: int, dtype: str, out_dtype: str, residual_row: int
-    ) -> tuple[Any, ...]:
-        """The algorithm is that of the next multiple of eight tokens where it takes fewer too: a step gives
-        the same bits as it does padded to a graph's size, of those up to 64."""
-        layouts = (
-            _layout(dtype, k, n, k),
-            _layout(dtype, k, tokens, x_row),
-            _layout(out_dtype, n, tokens, residual_row),
-            _layout(out_dtype, n, tokens, n),
-        )
+    def _algorithm(self, shape: _Shape, tokens: int) -> Any:
+        """That of the next multiple of eight tokens where it takes fewer too: a step gives the same bits as
+        it does padded to a graph's size, of those up to 64."""
+        found = shape.algorithms.get(tokens)
+        if found is not None:
+            return found
         rounded = -(-tokens // _TOKENS) * _TOKENS
         if rounded != tokens:
-            key = (rounded, n, k, x_row, dtype, out_dtype, residual_row)
-            if key not in self._plans:
-                self._plans[key] = self._plan(*key)
-            description, *_, algorithm = self._plans[key]
-            if self._takes(description, layouts, algorithm):
-                return description, *layouts, algorithm
-        description = C.c_void_p()
-        _call("cublasLtMatmulDescCreate", C.byref(description), _COMPUTE_32F, _R_32F)
-        transposed = C.c_int32(_TRANSPOSED)
-        _call("cublasLtMatmulDescSetAttribute", description, _TRANSA, C.byref(transposed), C.c_size_t(4))
+            found = self._algorithm(shape, rounded)
+            shape.set_tokens(tokens)
+            if not self._takes(shape, found):
+                found = None
+        shape.set_tokens(tokens)
+        if found is None:
+            found = self._search(shape, tokens)
+        while len(shape.algorithms) >= _MOST:
+            del shape.algorithms[next(iter(shape.algorithms))]
+        shape.algorithms[tokens] = found
+        return found
+
+    def _search(self, shape: _Shape, tokens: int) -> Any:
         found, count = _Heuristic(), C.c_int()
         _call(
             "cublasLtMatmulAlgoGetHeuristic",
             self.handle,
-            description,
-            *layouts,
+            shape.description,
+            *shape.layouts,
             self._preference,
             1,
             C.byref(found),
             C.byref(count),
         )
         if not count.value:
-            raise EngineError(f"cuBLASLt has no algorithm for {tokens}x{k} @ {k}x{n} in {dtype}")
-        return description, *layouts, found.algo
+            raise EngineError(f"cuBLASLt has no algorithm for a product of {tokens} tokens, {shape.what}")
+        return found.algo
 
-    def _takes(self, description: Any, layouts: tuple[C.c_void_p, ...], algorithm: Any) -> bool:
-        """Whether ``algorithm`` multiplies matrices of ``layouts``: of float32, not all take any number."""
+    def _takes(self, shape: _Shape, algorithm: Any) -> bool:
+        """Whether ``algorithm`` does for the descriptors as they are: of float32, not all take any number."""
         needs = _Heuristic()
         status: int = library().cublasLtMatmulAlgoCheck(
-            self.handle, description, *layouts, C.byref(algorithm), C.byref(needs)
+            self.handle, shape.description, *shape.layouts, C.byref(algorithm), C.byref(needs)
         )
         return status == 0 and int(needs.workspace) <= WORKSPACE_BYTES
 
     def close(self) -> None:
         if self.handle:
-            library().cublasLtDestroy(self.handle)  # it may fail where the GPU has: nothing is left to free
+            # They may fail where the GPU has: nothing is left to free.
+            for shape in self._shapes.values():
+                shape.close()
+            self._shapes.clear()
+            library().cublasLtMatmulPreferenceDestroy(self._preference)
+            library().cublasLtDestroy(self.handle)
             self.handle = C.c_void_p()
         self.workspace.close()
 
