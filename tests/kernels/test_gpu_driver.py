@@ -95,40 +95,6 @@ def test_cublaslt_asks_whether_the_gpu_is_still_there(
         cublaslt._call("cublasLtMatmul")
 
 
-@pytest.mark.parametrize(("status", "asked"), [(0, [8]), (15, [8, 5])])
-def test_an_algorithm_of_more_tokens_is_taken_where_it_takes_fewer(
-    status: int, asked: list[int], libcuda: Libcuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of float32, not every algorithm for 8 tokens multiplies 5: those get one of their own."""
-    multiplied: list[int] = []
-
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args: 0
-
-        def cublasLtMatmulAlgoGetHeuristic(self, *args: Any) -> int:
-            multiplied.append(layouts[id(args[3])])
-            args[-1]._obj.value = 1
-            return 0
-
-        def cublasLtMatmulAlgoCheck(self, *args: Any) -> int:
-            return status
-
-    layouts: dict[int, int] = {}
-    keep: list[Any] = []
-
-    def layout(dtype: str, rows: int, columns: int, leading: int) -> C.c_void_p:
-        keep.append(C.c_void_p())
-        layouts[id(keep[-1])] = columns
-        return keep[-1]
-
-    made = Library()
-    monkeypatch.setattr(cublaslt, "library", lambda: made)
-    monkeypatch.setattr(cublaslt, "_layout", layout)
-    cublaslt.CublasLt()._plan(5, 64, 32, 32, "float32", "float32", 64)
-    assert multiplied == asked
-
-
 def test_what_was_taken_before_an_error_is_given_back(libcuda: Libcuda) -> None:
     def make() -> None:
         driver.Memory(64)
