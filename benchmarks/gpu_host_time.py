@@ -26,6 +26,7 @@ from gpu_serving import start
 from random_llama import LLAMA_8B, RandomLlama
 
 import pelton
+from pelton.engine import validate
 from pelton.engine.cuda import edits, inputs, runner, sampler
 from pelton.kernels.gpu import driver
 from pelton.kernels.gpu.null import null_gpu
@@ -50,7 +51,10 @@ PARTS: tuple[tuple[Any, str], ...] = (
     (scheduler.Scheduler, "schedule"),
     (ahead.Ahead, "submit"),
     (ahead, "sampling_inputs"),
+    (ahead, "next_inputs"),
     (input_batch.InputBatchBuilder, "build"),
+    (input_batch.InputBatchBuilder, "build_next"),
+    (validate.BatchChecker, "check"),
     (runner.CudaRunner, "submit"),
     (inputs.DeviceInputs, "stage"),
     (driver.Graph, "launch"),

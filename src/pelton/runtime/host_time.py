@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -24,28 +22,60 @@ class HostTime(msgspec.Struct, frozen=True, kw_only=True):
     p99: float
 
 
+class _Step:
+    """Context manager: a step."""
+
+    __slots__ = ("_clock", "_start")
+
+    def __init__(self, clock: HostClock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._clock.waited = 0.0
+        self._start = time.perf_counter()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:
+            self._clock.count(time.perf_counter() - self._start)
+
+
+class _Waiting:
+    """Context manager: a wait within a step."""
+
+    __slots__ = ("_clock", "_start")
+
+    def __init__(self, clock: HostClock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:
+            self._clock.waited += time.perf_counter() - self._start
+
+
 class HostClock:
     """Times steps. On a CPU the session's own run counts as the device's."""
 
     def __init__(self) -> None:
         self._seconds = np.zeros(_KEPT)
         self._count = 0
-        self._waited = 0.0
+        self.waited = 0.0
+        """Of the step that is timed."""
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> _Step:
         """Around one step's work."""
-        start, self._waited = time.perf_counter(), 0.0
-        yield
-        self._seconds[self._count % _KEPT] = time.perf_counter() - start - self._waited
-        self._count += 1
+        return _Step(self)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> _Waiting:
         """Around what waits for the device."""
-        start = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - start
+        return _Waiting(self)
+
+    def count(self, seconds: float) -> None:
+        """A step took so long, its waiting included."""
+        self._seconds[self._count % _KEPT] = seconds - self.waited
+        self._count += 1
 
     @property
     def last(self) -> HostTime | None:

@@ -23,6 +23,7 @@ class EngineKernel:
         self._config = LaunchConfig()
         self._config.block[:] = (kernel.threads, 1, 1)
         self._config.shared = kernel.shared
+        self._launched: tuple[int, int, Stream] | None = None
 
     def bind(self, values: Sequence[Any]) -> None:
         """Its arguments: C numbers, read at each launch. Raises ``EngineError`` where it takes others."""
@@ -37,8 +38,10 @@ class EngineKernel:
 
     def run(self, stream: Stream, programs: int, more: int = 1) -> None:
         """Launch ``programs`` x ``more`` of them."""
-        self._config.grid[:] = (programs, more, 1)
-        self._config.stream = stream.handle
+        if self._launched != (programs, more, stream):  # as a rule it is as in the step before
+            self._config.grid[:] = (programs, more, 1)
+            self._config.stream = stream.handle
+            self._launched = programs, more, stream
         launch(self._config, self._function.handle, self._parameters)
 
     def close(self) -> None:
