@@ -14,7 +14,7 @@ import pytest
 
 from pelton.engine.batch import AttentionMetadata, DecodeRun, InputBatch
 from pelton.engine.cuda.inputs import DeviceInputs
-from pelton.engine.step_inputs import step_dims, step_inputs
+from pelton.engine.step_inputs import decodes, step_dims, step_inputs
 from pelton.kernels.gpu.driver import PinnedMemory, Stream
 from pelton.kernels.gpu.null import null_gpu
 from tests.kernels.stage_reference import stage_reference
@@ -56,7 +56,9 @@ class Device:
 
     def stage(self, batch: InputBatch, dims: dict[str, int] | None = None) -> int:
         """-> entries of block tables that were sent."""
-        self.inputs.stage(batch, dims or step_dims(batch), next(self.hosts), self.stream)
+        self.inputs.stage(
+            batch, dims or step_dims(batch), next(self.hosts), self.stream, decode=decodes(batch)
+        )
         return int(self.kernel.pairs)
 
     def there(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -136,6 +138,16 @@ def test_a_step_is_padded_up_to_a_graph(device: Device) -> None:
     assert device.there("cu_seqlens", (6,)).tolist() == [0, 1, 2, 3, 4, 5]
     assert device.there("seq_lens", (5,)).tolist() == [9, 17, 4, 0, 0], "padded sequences have no keys"
     assert device.there("slot_mapping.0", (5,))[3:].tolist() == [-1, -1], "and write none"
+
+
+def test_a_step_with_prompts_is_padded_with_sequences_of_no_tokens(device: Device) -> None:
+    batch = batch_of([3, 1], [9, 4], tables_of(device, 2))
+    device.stage(batch, {"T": 6, "B": 4, "B+1": 5, "N": 4})
+    device.holds(batch)
+    assert device.there("cu_seqlens", (5,)).tolist() == [0, 3, 4, 4, 4]
+    assert device.there("seq_lens", (4,)).tolist() == [9, 4, 0, 0]
+    assert device.there("slot_mapping.0", (6,))[4:].tolist() == [-1, -1], "padded tokens write nothing"
+    assert device.there("logits_indices", (4,)).tolist() == [2, 3, 0, 0]
 
 
 def test_placeholders_become_what_the_step_before_sampled(device: Device) -> None:

@@ -57,10 +57,33 @@ def test_caches_of_8_bits_give_the_reference_s_logits(kv_dtype: str, tmp_path: P
                 assert relative_error(got[s], want[s]) < 5e-2
 
 
+def without_graphs(session: Session) -> None:
+    session._runner._graphs.padded = lambda dims, decode: None  # type: ignore[union-attr, method-assign]
+
+
+def test_small_steps_with_prompts_by_graphs_agree_with_steps_without(engine: tuple[Path, str]) -> None:
+    """Padded, another kernel may run: within the type's bound; with tokens of no sequence, nothing else."""
+    path, dtype = engine
+    with Session(path, kv_blocks=900) as graphs, Session(path, kv_blocks=900) as eager:
+        without_graphs(eager)
+        a, b = Stepper(graphs), Stepper(eager)
+        for turn in range(4):  # eager and padded, captured, replayed twice
+            first, second, third = (100 * turn + i for i in range(3))
+            for new in (
+                {first: prompts(1, seed=turn)[0][:21], second: [5, 6, 7]},
+                {first: [8], second: [9, 10], third: list(range(40 + turn))},
+                {first: [8], second: [9], third: [11, 12]},
+            ):
+                got, want = a.step(new), b.step(new)
+                for s in new:
+                    assert relative_error(got[s], want[s]) < BOUND[dtype]
+        assert any(g is not None for g in graphs._runner._graphs._mixed.values())  # type: ignore[union-attr]
+
+
 def test_decoding_by_graphs_equals_decoding_step_by_step(engine: tuple[Path, str]) -> None:
     path, _ = engine
     with Session(path, kv_blocks=600) as graphs, Session(path, kv_blocks=600) as eager:
-        eager._runner._sizes = ()  # type: ignore[union-attr]
+        without_graphs(eager)
         a, b = Stepper(graphs), Stepper(eager)
         for n in (1, 2, 3, 9, 17, 33, 40):
             new = prompts(n, seed=n)

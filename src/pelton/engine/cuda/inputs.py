@@ -87,15 +87,20 @@ class DeviceInputs:
         addresses = C.c_uint64(self.memory.address), C.c_uint64(sampled)
         kernel.bind([self._packed, *addresses, self._n, self._ids, self._pairs])
 
-    def stage(self, batch: InputBatch, dims: Mapping[str, int], host: PinnedMemory, stream: Stream) -> None:
-        """Put ``batch`` through ``host`` (``nbytes`` of it) into place, padded to ``dims``."""
+    def stage(
+        self, batch: InputBatch, dims: Mapping[str, int], host: PinnedMemory, stream: Stream, *, decode: bool
+    ) -> None:
+        """Put ``batch`` through ``host`` (``nbytes`` of it) into place, padded to ``dims``.
+
+        Sequences that it is padded with have one token each where it is a ``decode`` step, else none.
+        """
         staged = self._staged.get(host.address)
         again = batch.run is not None and batch.run is self._run
         if again and staged is not None and staged.run is batch.run and staged.dims == dims:
             n, pairs = staged.n, self._next(batch, staged)
         else:
             whole: Int32 = host.array(np.int32)
-            at = self._pack(batch, dims, whole)
+            at = self._pack(batch, dims, whole, decode)
             n = at["end"]
             pairs = self._changes(batch, whole[n:])
             self._staged.pop(host.address, None)
@@ -148,12 +153,13 @@ class DeviceInputs:
         new[1::2] = values
         return end
 
-    def _pack(self, batch: InputBatch, dims: Mapping[str, int], whole: Int32) -> dict[str, int]:
+    def _pack(self, batch: InputBatch, dims: Mapping[str, int], whole: Int32, decode: bool) -> dict[str, int]:
         """Header and values -> where each input begins, and the ``end``."""
         at, first = 2 * SEGMENTS, batch.groups[0]
         starts, shifts = [], []
         places = {}
         for name in self._values:
+            padding: int | Int32
             match name.split("."):
                 case ["input_ids"]:
                     array, wanted, padding = batch.input_ids_T, dims["T"], 0
@@ -162,10 +168,11 @@ class DeviceInputs:
                 case ["logits_indices"]:
                     array, wanted, padding = batch.logits_indices_N, dims["N"], 0
                 case ["cu_seqlens"]:
-                    array, wanted, padding = first.cu_seqlens, dims["B+1"], 0
+                    array, wanted = first.cu_seqlens, dims["B+1"]
+                    padding = self._range[len(array) : wanted] if decode else int(array[-1])
                 case ["seq_lens"]:  # padded sequences have no keys
                     array, wanted, padding = first.seq_lens_B, dims["B"], 0
-                case ["slot_mapping", group]:  # and write none
+                case ["slot_mapping", group]:  # and padded tokens write none
                     array, wanted, padding = batch.groups[int(group)].slot_mapping_T, dims["T"], -1
                 case _:
                     raise AssertionError(name)
@@ -176,8 +183,7 @@ class DeviceInputs:
             whole[at:end] = array
             at += wanted
             if at > end:
-                # Padded sequences have one token each, like the others.
-                whole[end:at] = self._range[len(array) : wanted] if name == "cu_seqlens" else padding
+                whole[end:at] = padding
         whole[: len(starts)] = starts
         whole[len(starts) : SEGMENTS] = np.iinfo(np.int32).max
         whole[SEGMENTS : SEGMENTS + len(shifts)] = shifts

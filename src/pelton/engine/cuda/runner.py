@@ -1,8 +1,7 @@
 """Runs a plan on an NVIDIA GPU: inputs in through pinned memory, launches, logits or tokens out.
 
-Steps in which every sequence gets one token (decode) are captured into CUDA graphs, one per bucket of
-sequences, at first use: a smaller step is padded with sequences that own no KV. A submitted step runs while
-the host prepares the next one, whose token ids may stand for tokens that are still being sampled.
+Decode steps and small others run as CUDA graphs (``graphs.py``). A submitted step runs while the host
+prepares the next one, whose token ids may stand for tokens that are still being sampled.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from pelton.engine.batch import DecodeRun, Float32, InputBatch, StepResult
 from pelton.engine.batch_sampling import Int32, SamplingInputs, StepLogprobs
 from pelton.engine.cuda.code_check import read_code
 from pelton.engine.cuda.edits import DeviceEdits
+from pelton.engine.cuda.graphs import Padded, StepGraphs
 from pelton.engine.cuda.inputs import DeviceInputs
 from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.cuda.launcher import Launcher
@@ -30,25 +30,11 @@ from pelton.engine.kv_cache import NUMPY_TYPES
 from pelton.engine.plan import Instruction, Operand
 from pelton.engine.step_inputs import decodes, step_dims
 from pelton.errors import DeviceError
-from pelton.kernels.gpu.driver import Device, Event, Graph, Memory, PinnedMemory, Stream, capture
+from pelton.kernels.gpu.driver import Device, Event, Memory, PinnedMemory, Stream, capture
 from pelton.kernels.launch import COUNTER_BYTES
 
-#: Decode steps of at most so many sequences run as graphs.
-_LARGEST_GRAPH = 512
 #: Steps in flight: one runs, one is prepared.
 _SLOTS = 2
-
-
-def graph_sizes(largest: int) -> tuple[int, ...]:
-    """Buckets of sequences: 1, 2, 4, 8, then quarters between powers of two, but steps of at least 8.
-
-    Powers of two are among them: tiles of products are full there.
-    """
-    sizes = [1, 2, 4, 8]
-    while sizes[-1] < min(largest, _LARGEST_GRAPH):
-        power = 1 << sizes[-1].bit_length() - 1
-        sizes.append(sizes[-1] + max(8, power // 4))
-    return tuple(s for s in sizes if s < largest) + ((largest,) if largest <= _LARGEST_GRAPH else ())
 
 
 @dataclass(frozen=True)
@@ -58,8 +44,8 @@ class _Step:
     run: DecodeRun | None
     rows: int
     """Rows of logits."""
-    size: int
-    """Of the graph, 0: it runs as none."""
+    padded: Padded | None
+    """To a graph; None: it runs as none."""
     dims: Mapping[str, int]
     """Padded to the graph's."""
     decodes: bool
@@ -126,8 +112,11 @@ class CudaRunner:
         self._stage = EngineKernel(code, root, "stage")
         self._inputs.bind(self._stage, self._sampler.tokens_address)
         self._host_logits: PinnedMemory | None = None
-        self._sizes = graph_sizes(rows)
-        self._graphs: dict[int, Graph] = {}
+        self._graphs = StepGraphs(
+            plan.dims,
+            self._stream,
+            lambda dims, decode: self._launcher.run(self._stream, dims, decodes=decode),
+        )
         self._last: _Step | None = None
         self._producer = {
             plan.operands[o].buffer: i for i, ins in enumerate(plan.instructions) for o in ins.outputs
@@ -187,9 +176,9 @@ class CudaRunner:
         step = self._last
         if step is None or batch.run is None or batch.run is not step.run:
             self._last = step = self._step(batch, graphs=after is None)
-        self._inputs.stage(batch, step.dims, slot.inputs, self._stream)
-        if step.size:
-            self._graph(step.size, step.dims).launch(self._stream)
+        self._inputs.stage(batch, step.dims, slot.inputs, self._stream, decode=step.decodes)
+        if step.padded is not None:
+            self._graphs.launch(step.padded)
         else:
             self._launcher.run(self._stream, step.dims, after, decodes=step.decodes)
         return step.rows
@@ -197,25 +186,9 @@ class CudaRunner:
     def _step(self, batch: InputBatch, *, graphs: bool) -> _Step:
         """``graphs``: whether it may run as a graph."""
         dims = step_dims(batch)
-        rows, decoding = dims["N"], decodes(batch)
-        size = self._graph_size(dims) if decoding and graphs else 0
-        if size:
-            dims = {"T": size, "B": size, "B+1": size + 1, "N": size}
-        return _Step(batch.run, rows, size, dims, decoding)
-
-    def _graph_size(self, dims: Mapping[str, int]) -> int:
-        """The bucket of a decode step in which each sequence wants its logits; else 0."""
-        if dims["B"] != dims["N"]:
-            return 0
-        return next((size for size in self._sizes if size >= dims["B"]), 0)
-
-    def _graph(self, size: int, dims: Mapping[str, int]) -> Graph:
-        if size not in self._graphs:
-            with capture(self._stream) as captured:
-                self._launcher.run(self._stream, dims, decodes=True)
-            assert captured.graph is not None
-            self._graphs[size] = captured.graph
-        return self._graphs[size]
+        decoding = decodes(batch)
+        padded = self._graphs.padded(dims, decode=decoding) if graphs else None
+        return _Step(batch.run, dims["N"], padded, dims if padded is None else padded.dims, decoding)
 
     def _logits(self, rows: int) -> Float32:
         """Pinned memory for ``rows`` rows of logits; no step is in flight that fills it."""
@@ -234,8 +207,8 @@ class CudaRunner:
         """
         dims = step_dims(batch)
         slot = self._begin()
-        self._inputs.stage(batch, dims, slot.inputs, self._stream)
         decode = decodes(batch)
+        self._inputs.stage(batch, dims, slot.inputs, self._stream, decode=decode)
         self._launcher.run(self._stream, dims, decodes=decode)  # loads the kernels
         events = [Event(timing=True) for _ in range(len(self._plan.instructions) + 1)]
         with capture(self._stream) as captured:
@@ -311,9 +284,7 @@ class CudaRunner:
         with contextlib.suppress(DeviceError):  # a GPU that failed has nothing to wait for
             self._device.make_current()
             self._stream.wait()
-        for graph in self._graphs.values():
-            graph.close()
-        self._graphs.clear()
+        self._graphs.close()
         for part in (self._launcher, self._sampler, self._stage, self._weights, self._inputs):
             part.close()
         for slot in self._all_slots:

@@ -1,0 +1,110 @@
+"""Which steps have a graph, when it is captured, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from pelton.engine.cuda import graphs
+from pelton.engine.cuda.graphs import Padded, StepGraphs, decode_sizes
+from pelton.kernels.gpu.driver import Stream
+from pelton.kernels.gpu.null import NullLibrary, null_gpu
+
+MOST = {"T": 4096, "B": 48, "N": 48}
+
+
+@dataclass
+class Steps:
+    """What was put into the stream, one by one or in a capture."""
+
+    runs: list[tuple[int, int, int, bool]] = field(default_factory=list)
+
+    def __call__(self, dims: Mapping[str, int], decode: bool) -> None:
+        assert dims["B+1"] == dims["B"] + 1
+        self.runs.append((dims["T"], dims["B"], dims["N"], decode))
+
+
+@pytest.fixture
+def null() -> Iterator[NullLibrary]:
+    with null_gpu() as library:
+        yield library
+
+
+def made(steps: Steps, most: Mapping[str, int] = MOST) -> StepGraphs:
+    return StepGraphs(most, Stream(), steps)
+
+
+def sizes(tokens: int, sequences: int, rows: int) -> dict[str, int]:
+    return {"T": tokens, "B": sequences, "N": rows}
+
+
+def test_sizes_of_decode_steps_end_with_the_largest() -> None:
+    assert decode_sizes(1) == (1,)
+    assert decode_sizes(40) == (1, 2, 4, 8, 16, 24, 32, 40)
+    assert decode_sizes(1000)[-2:] == (448, 512)
+
+
+@pytest.mark.parametrize(
+    ("step", "decode", "padded"),
+    [
+        (sizes(3, 3, 3), True, Padded(4, 4, 4, decode=True)),
+        (sizes(41, 41, 41), True, Padded(48, 48, 48, decode=True)),
+        (sizes(3, 3, 2), True, None),
+        (sizes(7, 1, 1), False, Padded(8, 1, 1, decode=False)),
+        (sizes(100, 3, 2), False, Padded(112, 4, 4, decode=False)),
+        (sizes(200, 5, 0), False, Padded(224, 8, 0, decode=False)),
+        (sizes(257, 1, 1), False, None),
+        (sizes(60, 33, 30), False, None),
+        (sizes(9, 1, 9), False, None),
+    ],
+    ids=lambda v: str(v) if isinstance(v, dict) else None,
+)
+def test_a_step_is_padded_to_sizes_that_come_again(
+    null: NullLibrary, step: dict[str, int], decode: bool, padded: Padded | None
+) -> None:
+    assert made(Steps()).padded(step, decode=decode) == padded
+
+
+def test_every_small_step_fits_into_what_it_is_padded_to(null: NullLibrary) -> None:
+    every = made(Steps(), {"T": 160, "B": 20, "N": 20})
+    for tokens in range(1, 170):
+        for sequences in range(1, min(tokens, 20) + 1):
+            for rows in {0, 1, sequences}:
+                for decode in {False, tokens == sequences}:
+                    found = every.padded(sizes(tokens, sequences, rows), decode=decode)
+                    if found is not None:
+                        assert tokens <= found.tokens <= 160
+                        assert sequences <= found.sequences <= 20
+                        assert rows <= found.rows <= 20
+
+
+def test_decode_steps_are_captured_at_once_and_others_when_they_come_again(null: NullLibrary) -> None:
+    steps = Steps()
+    own = made(steps)
+    decode, mixed = Padded(4, 4, 4, decode=True), Padded(16, 2, 2, decode=False)
+    for _ in range(3):
+        own.launch(decode)
+    assert steps.runs == [(4, 4, 4, True)]
+    steps.runs.clear()
+    own.launch(mixed)
+    assert own._mixed[mixed] is None
+    own.launch(mixed)
+    graph = own._mixed[mixed]
+    assert graph is not None
+    own.launch(mixed)
+    assert own._mixed[mixed] is graph
+    assert steps.runs == [(16, 2, 2, False)] * 2, "as it is, then into the graph"
+    own.close()
+
+
+def test_the_graphs_that_were_used_last_are_kept(null: NullLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST_MIXED", 2)
+    own = made(Steps())
+    one, two, three = (Padded(8 * i, 1, 1, decode=False) for i in (1, 2, 3))
+    for padded in (one, one, two, one, three):
+        own.launch(padded)
+    assert list(own._mixed) == [one, three]
+    own.close()
+    assert not own._mixed
