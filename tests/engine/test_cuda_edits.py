@@ -44,7 +44,7 @@ class Player:
         self.gpu: NullLibrary | None = None
 
     def bodies(self) -> dict[str, Any]:
-        names = ("mark", "keep", "bias", "edit", "choose", "count", "logprobs")
+        names = ("mark", "keep", "bias", "edit", "scan", "count", "logprobs")
         return {name: self._body(getattr(self, name)) for name in names}
 
     def _body(self, play: Any) -> Any:
@@ -97,10 +97,12 @@ class Player:
             if array(masked, np.int32, n)[i]:
                 rows[i, np.unpackbits(words[s], bitorder="little")[:VOCAB] == 0] = -np.inf
 
-    def choose(self, logits: int, *rest: int) -> None:
-        tokens = array(logits, np.float32, self.rows, VOCAB).argmax(axis=1)
-        for address in rest[12:14]:
-            array(address, np.int32, self.rows)[:] = tokens
+    def scan(self, logits: int, *rest: int) -> None:
+        assert self.gpu is not None
+        rows = int(self.gpu.grid[1])
+        tokens = array(logits, np.float32, rows, VOCAB).argmax(axis=1)
+        for address in rest[7:9]:
+            array(address, np.int32, rows)[:] = tokens
 
     def count(self, seat: int, tokens: int, counts: int, *_: int) -> None:
         for s, token in zip(

@@ -2,6 +2,7 @@
 // it meets have come. What a kernel does by PTX is done here by the letter of the PTX ISA (bfloat16 alone): layouts
 // of mma and ldmatrix, copies that land as late as they may, shared memory of other blocks.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <vector>
 
 typedef unsigned int u32;
@@ -19,14 +21,21 @@ using std::min;
 
 #define DEVICE inline
 #define __align__(n)
+#define __global__
+#define __launch_bounds__(n)
+#define __shared__ static  // of a cluster of one block
 #define threadIdx (cpu::now->thread)
 #define blockIdx (cpu::now->block)
+#define gridDim (cpu::grid)
 
 struct int4 {
     int x, y, z, w;
 };
 struct float2 {
     float x, y;
+};
+struct float4 {
+    float x, y, z, w;
 };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -52,24 +61,40 @@ struct Block {
     Meeting meeting;
     std::vector<Warp> warps;
 };
+constexpr int STACK = 1 << 16;
 struct Fiber {
-    ucontext_t context;
-    std::vector<char> stack = std::vector<char>(1 << 16);
+    ucontext_t context;  // to begin with; from then on `place`, which takes no call of the system
+    jmp_buf place;
+    bool begun = false;
+    std::unique_ptr<char[]> stack{new char[STACK]};
     bool done = false;
     Index thread, block;
     std::vector<Copy> open;
     std::vector<std::vector<Copy>> groups;
 };
 
+inline Index grid = {1, 1, 1};
+inline int first = 0;  // block of the cluster
 inline Fiber* now;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::vector<Block> blocks;
 inline Meeting cluster;
 inline std::function<void()> kernel;
 
-inline Block& block() { return blocks[now->block.x]; }
+inline Block& block() { return blocks[now->block.x - first]; }
 inline Warp& warp() { return block().warps[now->thread.x / 32]; }
 inline int lane() { return now->thread.x % 32; }
+
+inline void leave() {
+    if (!_setjmp(now->place)) _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) inline void resume(Fiber& fiber) {
+    now = &fiber;
+    if (_setjmp(scheduler)) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.context);
+}
 
 inline void meet(Meeting& meeting) {
     const int turn = meeting.turn;
@@ -77,14 +102,14 @@ inline void meet(Meeting& meeting) {
         meeting.arrived = 0;
         ++meeting.turn;
     } else {
-        while (meeting.turn == turn) swapcontext(&now->context, &scheduler);
+        while (meeting.turn == turn) leave();
     }
 }
 
 inline void begin() {
     kernel();
     now->done = true;
-    swapcontext(&now->context, &scheduler);
+    leave();
 }
 
 // One cluster of `n` blocks at (y, z) of the grid; false where its threads wait for each other for ever.
@@ -102,10 +127,10 @@ inline bool run(int n, int threads, int bytes, int y, int z, std::function<void(
     for (int i = 0; i < n * threads; ++i) {
         Fiber& f = fibers[i];
         f.thread = {i % threads, 0, 0};
-        f.block = {i / threads, y, z};
+        f.block = {first + i / threads, y, z};
         getcontext(&f.context);
-        f.context.uc_stack.ss_sp = f.stack.data();
-        f.context.uc_stack.ss_size = f.stack.size();
+        f.context.uc_stack.ss_sp = f.stack.get();
+        f.context.uc_stack.ss_size = STACK;
         makecontext(&f.context, begin, 0);
     }
     for (int turns = 0, left = 1; left; ++turns) {
@@ -113,8 +138,7 @@ inline bool run(int n, int threads, int bytes, int y, int z, std::function<void(
         left = 0;
         for (Fiber& f : fibers) {
             if (f.done) continue;
-            now = &f;
-            swapcontext(&scheduler, &f.context);
+            resume(f);
             left += !f.done;
         }
     }
@@ -135,6 +159,13 @@ inline u32 bits_of(float x) {
 }  // namespace cpu
 
 inline float __int_as_float(int bits) { return cpu::of_bits(bits); }
+inline int __float_as_int(float x) { return cpu::bits_of(x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float to_float(unsigned short x) { return cpu::of_bits(u32(x) << 16); }
@@ -152,13 +183,39 @@ inline void cluster_sync() { cpu::meet(cpu::cluster); }
 inline void wait_for_previous() {}
 inline void launch_next() {}
 
-inline float __shfl_xor_sync(u32, float x, int mask) {
-    cpu::warp().shared[cpu::lane()][0] = cpu::bits_of(x);
+// Whole warps only.
+template <class T>
+inline T __shfl_sync(u32, T x, int lane) {
+    memcpy(cpu::warp().shared[cpu::lane()], &x, sizeof x);
     __syncwarp();
-    const float y = cpu::of_bits(cpu::warp().shared[cpu::lane() ^ mask][0]);
+    memcpy(&x, cpu::warp().shared[lane], sizeof x);
     __syncwarp();
-    return y;
+    return x;
 }
+template <class T>
+inline T __shfl_xor_sync(u32 all, T x, int mask) {
+    return __shfl_sync(all, x, cpu::lane() ^ mask);
+}
+template <class T>
+inline T __shfl_up_sync(u32 all, T x, int step) {
+    return __shfl_sync(all, x, max(cpu::lane() - step, cpu::lane() < step ? cpu::lane() : 0));
+}
+inline bool __any_sync(u32 all, bool x) {
+    for (int step = 16; step; step /= 2) x |= bool(__shfl_xor_sync(all, x, step));
+    return x;
+}
+
+// Fibers change only where they meet.
+inline void __threadfence() {}
+template <class T>
+inline T atomicAdd(T* target, T x) {
+    const T old = *target;
+    *target += x;
+    return old;
+}
+inline void atomicMin(int* target, int x) { *target = min(*target, x); }
+inline void atomicMax(int* target, int x) { *target = max(*target, x); }
+inline void atomicOr(u32* target, u32 x) { *target |= x; }
 
 inline float load_of_block(u32 address, int rank) {
     float x;

@@ -9,7 +9,7 @@ import torch
 from tests.kernels.sampling_cases import launch
 
 from pelton.kernels.sampling import reference
-from pelton.kernels.sampling.cuda import LIST_ROOM, MOST_LOGPROBS, Pieces, edit_sources, mask_words
+from pelton.kernels.sampling.cuda import LIST_ROOM, MOST_LOGPROBS, edit_piece, edit_sources, mask_words
 from pelton.runtime.kv_cache import SequenceKV
 from pelton.runtime.logits import LogitsProcessor
 from pelton.runtime.request import Request, SamplingParams
@@ -81,7 +81,7 @@ class Tables:
 
     def edit(self, logits: torch.Tensor, sequences: list[Sequence], seats: np.ndarray) -> None:
         params = [q.request.sampling for q in sequences]
-        n, pieces = len(sequences), Pieces.of(self.vocab).count
+        n, pieces = len(sequences), -(-self.vocab // edit_piece(self.vocab))
         seat = self.tensor(seats)
         short = [q.num_output_tokens < p.min_tokens for q, p in zip(sequences, params, strict=True)]
         numbers = {
@@ -156,7 +156,7 @@ def check_logprobs(device: str, vocab: int) -> int:
         "ranks": torch.zeros(n, dtype=torch.int32, device=device),
         "ids": torch.zeros((n, MOST_LOGPROBS), dtype=torch.int32, device=device),
     }  # fmt: skip
-    launch(tables.sources["keep"], (n, Pieces.of(vocab).count), tensors)
+    launch(tables.sources["keep"], (n, -(-vocab // edit_piece(vocab))), tensors)
     logits[tensors["seat"] >= 0] = 0.0  # edited since
     launch(tables.sources["logprobs"], (n,), tensors)
     values, ranks, ids = (tensors[name].cpu().numpy() for name in ("values", "ranks", "ids"))

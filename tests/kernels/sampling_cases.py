@@ -1,16 +1,39 @@
-"""Runs the GPU sampler's kernels on tensors, for tests in the interpreter and on a GPU."""
+"""Runs the GPU sampler's kernels, on a GPU or emulated (``cuda_on_cpu.h``), beside ``reference``."""
 
 from __future__ import annotations
 
+import ctypes as C
+import functools
 import importlib
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import KernelSource
 from pelton.kernels.sampling import reference
-from pelton.kernels.sampling.cuda import Pieces, sampler_sources
+from pelton.kernels.sampling.cuda import SamplerBytes, sampler_blocks, sampler_sources
+
+FIELDS = ("temperature", "top_k", "top_p", "min_p", "uniform")
+#: Parameters of each kernel.
+SHARED = ("logits", *FIELDS, "rows", "pieces")
+KERNELS = {
+    "scan": (*SHARED, "tokens", "tokens_host"),
+    "histogram": (*SHARED, "bins"),
+    "choose": (*SHARED, "lists", "tokens", "tokens_host"),
+}
+ON_CPU = """
+template <class F> int run(int blocks, int rows, F body) {
+    cpu::grid = {blocks, rows, 1};
+    for (int n = 0; n < rows; ++n)
+        for (cpu::first = blocks - 1; cpu::first >= 0; --cpu::first)  // in an order of its own
+            if (!cpu::run(1, THREADS, 0, n, 0, body)) return 1;
+    return 0;
+}
+"""
 
 
 def launch(source: KernelSource, grid: tuple[int, ...], tensors: dict[str, Any]) -> None:
@@ -19,33 +42,95 @@ def launch(source: KernelSource, grid: tuple[int, ...], tensors: dict[str, Any])
     kernel[grid](*arguments, **dict(source.constants), num_warps=source.num_warps)
 
 
-def sample(logits: np.ndarray, device: str, pieces: Pieces | None = None, **params: np.ndarray) -> np.ndarray:
+class OnCpu:
+    """The kernels as C++, every thread a fiber."""
+
+    def __init__(self, vocab: int) -> None:
+        source = sampler_sources(vocab)["scan"]
+        text = f'#include "cuda_on_cpu.h"\n{(nvrtc.KERNELS / source.file).read_text()}{ON_CPU}'
+        for name, parameters in KERNELS.items():
+            given = ", ".join(f"void* {p}" for p in parameters)
+            casts = ", ".join(f"any({p})" for p in parameters)
+            text += (
+                f'extern "C" int run_{name}(int blocks, int n, {given}) '
+                f"{{ return run(blocks, n, [&] {{ {name}({casts}); }}); }}\n"
+            )
+        text = text.replace("template <class F> int run", ANY + "template <class F> int run", 1)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "x.cpp").write_text(text)
+            macros = [f"-D{name}={value}" for name, value in source.constants]
+            include = f"-I{Path(__file__).parent}"
+            command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", include, *macros]
+            subprocess.run([*command, "x.cpp", "-o", "x.so"], cwd=folder, check=True)
+            self._library = C.CDLL(f"{folder}/x.so")
+
+    def __call__(self, blocks: int, arrays: dict[str, np.ndarray]) -> None:
+        n = len(arrays["tokens"])
+        for name, parameters in KERNELS.items():
+            addresses = [C.c_void_p(arrays[p].ctypes.data) for p in parameters]
+            assert getattr(self._library, f"run_{name}")(blocks, n, *addresses) == 0, "threads wait for ever"
+
+
+#: A pointer that becomes what a parameter wants.
+ANY = """
+struct Any {
+    void* pointer;
+    template <class T> operator T*() const { return (T*)pointer; }
+};
+inline Any any(void* pointer) { return {pointer}; }
+"""
+
+
+class OnGpu:
+    def __init__(self, vocab: int) -> None:
+        from pelton.builder.cubins import compile_kernel
+        from pelton.kernels.gpu.driver import Device, Function, Stream
+
+        self._device = Device()
+        self._stream = Stream()
+        self._functions = {}
+        for name, source in sampler_sources(vocab).items():
+            cubin = compile_kernel(source, self._device.sm)
+            self._functions[name] = Function(cubin.image, cubin.name, cubin.shared), cubin.threads
+
+    def __call__(self, blocks: int, arrays: dict[str, np.ndarray]) -> None:
+        from pelton.kernels.gpu.driver import LaunchConfig, Memory
+        from pelton.kernels.gpu.driver import launch as launch_on_gpu
+
+        self._device.make_current()
+        memory = {name: Memory(array.nbytes) for name, array in arrays.items()}
+        for name, array in arrays.items():
+            self._stream.copy_in(memory[name].address, array.ctypes.data, array.nbytes)
+        for name, parameters in KERNELS.items():
+            function, threads = self._functions[name]
+            config = LaunchConfig()
+            config.grid[:], config.block[:] = (blocks, len(arrays["tokens"]), 1), (threads, 1, 1)
+            config.stream = self._stream.handle
+            values = [C.c_uint64(memory[p].address) for p in parameters]
+            launch_on_gpu(config, function.handle, (C.c_void_p * len(values))(*map(C.addressof, values)))
+        for name, array in arrays.items():
+            self._stream.copy_out(array.ctypes.data, memory[name].address, array.nbytes)
+        self._stream.wait()
+        for each in memory.values():
+            each.close()
+
+
+@functools.cache
+def runner(device: str, vocab: int) -> Any:
+    return OnGpu(vocab) if device == "cuda" else OnCpu(vocab)
+
+
+def sample(logits: np.ndarray, device: str, blocks: int = 0, **params: np.ndarray) -> np.ndarray:
     """Tokens of each row, by ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``uniform`` (N,)."""
     n, vocab = logits.shape
-    sources, pieces = sampler_sources(vocab), Pieces.of(vocab)
-    tensors: dict[str, Any] = {
-        "logits": torch.from_numpy(logits).to(device),
-        **{k: torch.from_numpy(v).to(device) for k, v in params.items()},
-    }
-    shapes = {
-        "part_max": (torch.float32, pieces.count),
-        "part_at": (torch.int32, pieces.count),
-        "part_sum": (torch.float32, pieces.count),
-        "part_count": (torch.int32, pieces.count),
-        "part_reach": (torch.float32, pieces.count),
-        "candidate": (torch.float32, pieces.count * pieces.room),
-        "candidate_at": (torch.int32, pieces.count * pieces.room),
-        "tokens": (torch.int32, 1),
-        "tokens_host": (torch.int32, 1),
-    }
-    for name, (dtype, width) in shapes.items():
-        tensors[name] = torch.full((n, width), -7, dtype=dtype, device=device)
-    launch(sources["scan"], (n, pieces.count), tensors)
-    launch(sources["weigh"], (n, pieces.count), tensors)
-    launch(sources["choose"], (n,), tensors)
-    assert torch.equal(tensors["tokens"], tensors["tokens_host"])
-    tokens: np.ndarray = tensors["tokens"].cpu().numpy()[:, 0]
-    return tokens
+    arrays = {"logits": np.ascontiguousarray(logits), **params}
+    for name, size in vars(SamplerBytes.of(vocab)).items():
+        arrays[name] = np.full((n, size), 0 if name in ("rows", "bins") else 0xA5, np.uint8)
+    arrays |= {name: np.full(n, -7, np.int32) for name in ("tokens", "tokens_host")}
+    runner(device, vocab)(blocks or sampler_blocks(vocab, n), arrays)
+    assert np.array_equal(arrays["tokens"], arrays["tokens_host"])
+    assert not arrays["bins"].any(), "the next step's counts begin at zero"
+    return arrays["tokens"]
 
 
 #: (name, temperature, top_k, top_p, min_p)
@@ -60,23 +145,37 @@ PARAMETERS = [
     ("large top_p", 2.0, 0, 0.9999, 0.0),
     ("min_p", 1.0, 0, 1.0, 0.1),
     ("all", 1.3, 40, 0.8, 0.02),
+    ("many of top_k", 0.9, 3000, 0.95, 0.0),
+    ("cold", 1e-3, 0, 0.9, 0.0),
 ]
 
 
 def logits_of(kind: str, n: int, vocab: int) -> np.ndarray:
-    """Rows as models give them (``peaked``), flat ones (too many candidates), many equal ones."""
+    """Rows as models give them (``peaked``), flat ones, many equal ones, few that are allowed.
+
+    ``crowded``: all but one in so small a range that a list has no room for those around the cut.
+    """
     rng = np.random.default_rng(len(kind) * 1000 + vocab)
     normal = rng.standard_normal((n, vocab), dtype=np.float32)
     if kind == "flat":
         return normal * np.float32(0.5)
     if kind == "ties":
         return np.round(normal * 2).astype(np.float32)
+    if kind == "crowded":
+        rows = normal * np.float32(1e-4)
+        rows[np.arange(n), rng.integers(0, vocab, n)] += 4
+        return rows
+    if kind == "masked":
+        return np.where(rng.random((n, vocab)) < 20 / vocab, normal * 3, -np.inf).astype(np.float32)
     rows = normal * np.float32(3)
     rows[np.arange(n), rng.integers(0, vocab, n)] += 9
     return rows
 
 
-def check(device: str, vocab: int, kinds: tuple[str, ...] = ("peaked", "flat", "ties"), n: int = 6) -> int:
+KINDS = ("peaked", "flat", "ties", "masked", "crowded")
+
+
+def check(device: str, vocab: int, kinds: tuple[str, ...] = KINDS, n: int = 6) -> int:
     """Compare with ``reference``; a token may differ only where the draw lies at a boundary of its range."""
     checked = 0
     for kind in kinds:

@@ -13,6 +13,7 @@ from pelton.errors import BuildError
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import Argument, CallSpec, KernelSource, LaunchSpec, OperandSpec, on_behalf
 from pelton.kernels.paged_attention.hopper import attention
+from pelton.kernels.sampling.cuda import sampler_sources
 from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, all_tactics
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="NVRTC (nvidia-cuda-nvrtc) is not here")
@@ -69,6 +70,13 @@ def test_a_map_of_an_operand_follows_it_to_the_results_of_a_larger_call() -> Non
     assert (q.kind, q.of, q.index) == ("tensor_map", "output", 0)
     assert (k_cache.kind, k_cache.of, k_cache.index) == ("tensor_map", "input", 4)
     assert (table.kind, table.index) == ("input", 6)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("sm", [80, 89, 90])
+def test_the_sampler_is_compiled_for_every_architecture(sm: int) -> None:
+    for source in sampler_sources(262208).values():
+        assert compile_kernel(source, sm).name == source.function
 
 
 def test_what_the_sweep_of_kernels_times_can_be_described() -> None:

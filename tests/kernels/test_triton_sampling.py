@@ -1,4 +1,4 @@
-"""The sampler of GPUs and what brings a step's inputs in, in Triton's interpreter; see also ``tests/gpu``."""
+"""Edits of logits and what brings a step's inputs in, in Triton's interpreter; see also ``tests/gpu``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from tests.kernels.test_cuda_tactics import run
 
 pytest.importorskip("triton")
 
-SAMPLE = """
-from tests.kernels.sampling_cases import check
-print("checked", check("cpu", 50) + check("cpu", 257, n=3) + check("cpu", 9000, ("peaked", "flat"), n=2))
-"""
 EDIT = """
 from tests.kernels.edit_cases import check_edits, check_logprobs
 print("checked", sum(check_edits("cpu", vocab) + check_logprobs("cpu", vocab) for vocab in (50, 9000)))
@@ -23,7 +19,7 @@ print("checked", stage_cases("cpu"))
 """
 
 
-@pytest.mark.parametrize(("program", "cases"), [(SAMPLE, 310), (EDIT, 26), (STAGE, 3)])
+@pytest.mark.parametrize(("program", "cases"), [(EDIT, 26), (STAGE, 3)])
 def test_kernels_do_as_their_reference(program: str, cases: int, tmp_path: Path) -> None:
     assert f"checked {cases}" in run(program, tmp_path, TRITON_INTERPRET="1", PYTHONPATH=PATH)
 

@@ -156,7 +156,7 @@ class CodeWriter:
         found = (spec.kernel for works in variants for spec in works if isinstance(spec, LaunchSpec))
         return list(dict.fromkeys((*found, *self._step_kernels().values())))
 
-    def _step_kernels(self) -> dict[str, KernelSource]:
+    def _step_kernels(self) -> dict[str, Source]:
         return {"stage": stage_source(), **sampler_sources(self.vocab), **edit_sources(self.vocab)}
 
     def write(

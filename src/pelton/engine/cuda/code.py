@@ -8,7 +8,7 @@ from pelton.kernels.launch import Argument, Term
 
 #: Kernels besides the plan's (``Code.step_kernels``).
 STEP_KERNELS = frozenset(
-    ("stage", "scan", "weigh", "choose", "mark", "keep", "bias", "edit", "count", "logprobs")
+    ("stage", "scan", "histogram", "choose", "mark", "keep", "bias", "edit", "count", "logprobs")
 )
 
 

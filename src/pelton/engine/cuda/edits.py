@@ -16,7 +16,7 @@ from pelton.engine.cuda.code import Code
 from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.shards import align
 from pelton.kernels.gpu.driver import Memory, PinnedMemory, Stream
-from pelton.kernels.sampling.cuda import LIST_ROOM, MOST_LOGPROBS, Pieces, mask_words
+from pelton.kernels.sampling.cuda import LIST_ROOM, MOST_LOGPROBS, edit_piece, mask_words
 
 _INTS = ("seat_N", "masked_N", "short_N")
 _FLOATS = ("repetition_N", "frequency_N", "presence_N")
@@ -71,7 +71,7 @@ class DeviceEdits:
         self, code: Code, root: Path, *, seats: int, rows: int, vocab: int, logits: int, tokens: int
     ) -> None:
         self._seats, self._rows, self._vocab, self._tokens = seats, rows, vocab, tokens
-        self._pieces = Pieces.of(vocab)
+        self._pieces = -(-vocab // edit_piece(vocab))
         self._kernels = {name: EngineKernel(code, root, name) for name in _KERNELS}
         self._logits = C.c_uint64(logits)
         self._fields = {name: C.c_uint64() for name in (*_INTS, *_FLOATS, "wanted")}
@@ -110,7 +110,7 @@ class DeviceEdits:
         if inputs.logprobs_N is not None:
             self._keep(stream, inputs.logprobs_N, rows, staging)
         self._kernels["bias"].run(stream, rows)
-        self._kernels["edit"].run(stream, rows, self._pieces.count)
+        self._kernels["edit"].run(stream, rows, self._pieces)
 
     def _keep(self, stream: Stream, wanted_N: npt.NDArray[np.int32], rows: int, staging: _Staging) -> None:
         """Copies of the logits that log-probabilities are of."""
@@ -119,7 +119,7 @@ class DeviceEdits:
         self._fields["wanted"].value = staging.put(len(_INTS) + len(_FLOATS), wanted_N)
         kernel, f = self._kernels["keep"], self._fields
         kernel.bind([self._logits, f["seat_N"], f["wanted"], C.c_uint64(self._kept.address)])
-        kernel.run(stream, rows, self._pieces.count)
+        kernel.run(stream, rows, self._pieces)
 
     def _begin(self, stream: Stream, edits: LogitsEdits, staging: _Staging) -> None:
         words, at = mask_words(self._vocab), 0

@@ -13,7 +13,7 @@ from pelton.engine.cuda.edits import DeviceEdits, edit_bytes
 from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.shards import align
 from pelton.kernels.gpu.driver import Event, Memory, PinnedMemory, Stream
-from pelton.kernels.sampling.cuda import Pieces
+from pelton.kernels.sampling.cuda import SamplerBytes, sampler_blocks
 
 _FIELDS = ("temperature_N", "top_k_N", "top_p_N", "min_p_N", "uniform_N")
 
@@ -44,8 +44,7 @@ class Slot:
 
 def sampler_bytes(seats: int, rows: int, vocab: int) -> int:
     """Device memory that sampling takes, of which what edits need when a request first has any."""
-    pieces = Pieces.of(vocab)
-    return 4 * rows * (1 + pieces.count * (5 + 2 * pieces.room)) + edit_bytes(seats, rows, vocab)
+    return rows * (4 + SamplerBytes.of(vocab).whole) + edit_bytes(seats, rows, vocab)
 
 
 class DeviceSampler:
@@ -54,10 +53,11 @@ class DeviceSampler:
     def __init__(
         self, code: Code, root: Path, stream: Stream, *, seats: int, rows: int, vocab: int, logits: int
     ) -> None:
-        self._pieces = pieces = Pieces.of(vocab)
-        self._stride = align(4 * rows)
-        part = 4 * rows * pieces.count
-        self._memory = [Memory(part) for _ in range(5)] + [Memory(part * pieces.room) for _ in range(2)]
+        self._vocab, self._stride = vocab, align(4 * rows)
+        sizes = SamplerBytes.of(vocab)
+        self._memory = {name: Memory(rows * size) for name, size in vars(sizes).items()}
+        for name in ("rows", "bins"):
+            self._memory[name].fill(0, stream)
         self._tokens = Memory(4 * rows)
         self._given = Memory(len(_FIELDS) * self._stride)
         self._zeros = Memory(4 * rows)
@@ -68,14 +68,15 @@ class DeviceSampler:
         """Temperatures of the last step that drew nothing."""
         self._parameters = [C.c_uint64(self._given.address + i * self._stride) for i in range(len(_FIELDS))]
         self._host_tokens = C.c_uint64()
-        top, at, *rest = [C.c_uint64(m.address) for m in self._memory]
-        at_logits, tokens = C.c_uint64(logits), C.c_uint64(self._tokens.address)
-        self._scan, self._weigh, self._choose = (
-            EngineKernel(code, root, name) for name in ("scan", "weigh", "choose")
+        at = {name: C.c_uint64(memory.address) for name, memory in self._memory.items()}
+        tokens = C.c_uint64(self._tokens.address), self._host_tokens
+        self._scan, self._histogram, self._choose = (
+            EngineKernel(code, root, name) for name in ("scan", "histogram", "choose")
         )
-        self._scan.bind([at_logits, top, at])
-        self._weigh.bind([at_logits, *self._parameters[:4], top, *rest])
-        self._choose.bind([at_logits, *self._parameters, top, at, *rest, tokens, self._host_tokens])
+        shared = [C.c_uint64(logits), *self._parameters, at["rows"], at["pieces"]]
+        self._scan.bind([*shared, *tokens])
+        self._histogram.bind([*shared, at["bins"]])
+        self._choose.bind([*shared, at["lists"], *tokens])
         self.edits = DeviceEdits(
             code, root, seats=seats, rows=rows, vocab=vocab, logits=logits, tokens=self._tokens.address
         )
@@ -93,10 +94,14 @@ class DeviceSampler:
             self._give(stream, inputs, rows, slot)
         self._host_tokens.value = slot.tokens.address
         self.edits.before(stream, inputs, rows, slot.index)
-        self._scan.run(stream, rows, self._pieces.count)
+        blocks = sampler_blocks(self._vocab, rows)
+        self._scan.run(stream, blocks, rows)
         if draws:
-            self._weigh.run(stream, rows, self._pieces.count)
-        self._choose.run(stream, rows)
+            cuts = (inputs.top_p_N < 1) | ((inputs.top_k_N > 0) & (inputs.top_k_N < self._vocab))
+            if cuts.any():
+                self._histogram.run(stream, blocks, rows)
+            if cuts.any() or inputs.min_p_N.any():
+                self._choose.run(stream, blocks, rows)
         self.edits.after(stream, inputs, rows, slot.index)
 
     def _draws(self, inputs: SamplingInputs) -> bool:
@@ -122,7 +127,7 @@ class DeviceSampler:
 
     def close(self) -> None:
         self.edits.close()
-        for kernel in (self._scan, self._weigh, self._choose):
+        for kernel in (self._scan, self._histogram, self._choose):
             kernel.close()
-        for memory in (*self._memory, self._tokens, self._given, self._zeros):
+        for memory in (*self._memory.values(), self._tokens, self._given, self._zeros):
             memory.close()

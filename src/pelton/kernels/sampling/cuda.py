@@ -1,76 +1,47 @@
-"""The kernels of ``triton_sample.py`` and ``triton_edit.py``: every engine for a GPU carries them."""
+"""The kernels of ``sample.cu`` and ``triton_edit.py``: every engine for a GPU carries them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pelton.kernels.launch import KernelSource, power_of_two
+from pelton.kernels.launch import CudaSource, KernelSource, power_of_two
 
-MODULE = "pelton.kernels.sampling.triton_sample"
-_PIECE = 8192
+_THREADS, _PIECE = 256, 1024
+#: Blocks of a step's rows that fill a GPU.
+_BLOCKS = 1024
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """How rows of logits are shared out among programs."""
+class SamplerBytes:
+    """Device memory of ``sample.cu``, bytes for each row; ``rows`` and ``bins`` must begin as zeros."""
 
-    count: int
-    size: int
-    """Logits of a piece; the last may have fewer."""
-    room: int
-    """Candidates of a piece that there is room for."""
+    rows: int
+    pieces: int
+    bins: int
+    lists: int
 
     @classmethod
-    def of(cls, vocab: int) -> Pieces:
+    def of(cls, vocab: int) -> SamplerBytes:
         """For rows of ``vocab`` logits."""
-        size = min(_PIECE, max(16, power_of_two(vocab)))
-        return cls(count=-(-vocab // size), size=size, room=max(16, size // 4))
+        return cls(rows=64, pieces=24 * -(-vocab // _PIECE), bins=4 * 2048, lists=8 * 4096)
+
+    @property
+    def whole(self) -> int:
+        return self.rows + self.pieces + self.bins + self.lists
 
 
-def sampler_sources(vocab: int) -> dict[str, KernelSource]:
-    """For rows of ``vocab`` logits, parameters in the kernels' order.
+def sampler_blocks(vocab: int, rows: int) -> int:
+    """Blocks that share a row of ``vocab`` logits where there are ``rows``."""
+    return max(1, min(-(-vocab // (_PIECE * _THREADS // 32)), _BLOCKS // rows))
 
-    ``scan``, ``weigh``: a program for each piece of each row; ``choose``: one a row.
-    """
-    pieces = Pieces.of(vocab)
-    row = (("V", vocab), ("PIECES", pieces.count))
-    rest = (("PIECES_2", power_of_two(pieces.count)), ("PIECE", pieces.size), ("ROOM", pieces.room))
-    parameters = (("temperature", "*fp32"), ("top_k", "*i32"), ("top_p", "*fp32"), ("min_p", "*fp32"))
-    largest = (("part_max", "*fp32"), ("part_at", "*i32"))
-    sums = (("part_sum", "*fp32"), ("part_count", "*i32"), ("part_reach", "*fp32"))
-    candidates = (("candidate", "*fp32"), ("candidate_at", "*i32"))
-    logits = (("logits", "*fp32"),)
+
+def sampler_sources(vocab: int) -> dict[str, CudaSource]:
+    """For rows of ``vocab`` logits: kernels of a grid (``sampler_blocks``, rows)."""
     return {
-        "scan": KernelSource(
-            module=MODULE,
-            function="scan",
-            types=(*logits, *largest),
-            constants=(*row, ("PIECE", pieces.size)),
-            num_warps=8,
-        ),
-        "weigh": KernelSource(
-            module=MODULE,
-            function="weigh",
-            types=(*logits, *parameters, largest[0], *sums, *candidates),
-            constants=(*row, *rest),
-            num_warps=8,
-        ),
-        "choose": KernelSource(
-            module=MODULE,
-            function="choose",
-            types=(
-                *logits,
-                *parameters,
-                ("uniform", "*fp32"),
-                *largest,
-                *sums,
-                *candidates,
-                ("tokens", "*i32"),
-                ("tokens_host", "*i32"),
-            ),
-            constants=(*row, *rest, ("BLOCK", min(2048, pieces.size)), ("ROW_BLOCK", min(4096, pieces.size))),
-            num_warps=8,
-        ),
+        name: CudaSource(
+            file="sampling/sample.cu", function=name, constants=(("V", vocab),), threads=_THREADS, shared=0
+        )
+        for name in ("scan", "histogram", "choose")
     }
 
 
@@ -83,6 +54,11 @@ MOST_LOGPROBS = 20
 EDIT_MODULE = "pelton.kernels.sampling.triton_edit"
 
 
+def edit_piece(vocab: int) -> int:
+    """Logits of a row that a program edits."""
+    return min(8192, max(16, power_of_two(vocab)))
+
+
 def mask_words(vocab: int) -> int:
     """int32 words of a bit for each token."""
     return -(-vocab // 32)
@@ -91,10 +67,10 @@ def mask_words(vocab: int) -> int:
 def edit_sources(vocab: int) -> dict[str, KernelSource]:
     """The kernels of ``triton_edit.py``, parameters in the kernels' order.
 
-    ``mark``: one program; ``keep``, ``edit``: a program for each piece of each row; ``bias``, ``count``,
-    ``logprobs``: one a row.
+    ``mark``: one program; ``keep``, ``edit``: a program for each ``edit_piece`` of each row; ``bias``,
+    ``count``, ``logprobs``: one a row.
     """
-    piece = Pieces.of(vocab).size
+    piece = edit_piece(vocab)
     logits, seat, counts = ("logits", "*fp32"), ("seat", "*i32"), ("counts", "*i16")
     tokens, wanted, kept = ("tokens", "*i32"), ("wanted", "*i32"), ("kept", "*fp32")
     row, block = ("V", vocab), ("BLOCK", 512)
