@@ -24,8 +24,10 @@ from pelton.quant.rounding import fit_weight
 BLOCK_COLUMNS = 128
 #: Most columns of a Hessian that is factored in float64.
 _DOUBLE = 4096
-#: Largest triangular matrix that is inverted at once.
-_INVERTED = 256
+#: Columns of a Hessian that are factored at once; largest triangular matrix that is inverted at once.
+_PANEL = 256
+#: Columns of a product that is held beside a Hessian.
+_STRIP = 1024
 
 
 def gptq(
@@ -54,7 +56,7 @@ def gptq(
     # Whole rows share a scale: nothing to fit on the way.
     static = act_order or size == columns
     order = np.argsort(-diagonal, kind="stable") if act_order else np.arange(columns)
-    u = inverse_factor(gram[np.ix_(order, order)], damping)
+    u = inverse_factor(gram, damping, order)
     w = w[order]
     codes = np.empty((columns, rows), np.uint8)
     for start in range(0, columns, BLOCK_COLUMNS):
@@ -87,43 +89,79 @@ def _put(scales: Scales, part: Scales, group: int) -> None:
         scales.z[:, group] = part.z[:, 0]
 
 
-def inverse_factor(gram: Float32, damping: float) -> Float32:
-    """Upper triangular U with U^T U = H^-1, H = 2 gram + damping times its mean diagonal.
+def inverse_factor(gram: Float32, damping: float, order: npt.NDArray[Any] | None = None) -> Float32:
+    """Upper triangular U with U^T U = H^-1, H = 2 gram + damping times its mean diagonal, of the columns in
+    ``order``.
 
     Channels that were always 0 get a diagonal of 1. Where H is singular to working precision, damping is
-    raised tenfold until it is not. Raises ``ValueError`` for a Gram matrix with values that are not finite.
+    raised tenfold until it is not. One matrix of the Gram matrix's size is made, and nothing else that large:
+    those of wide layers are the largest arrays of all. Raises ``ValueError`` for a Gram matrix with values
+    that are not finite.
     """
-    if not np.isfinite(gram).all():
+    if not _finite(gram):
         raise ValueError("the Gram matrix has NaN or infinite values")
     kind: npt.DTypeLike = np.float64 if len(gram) <= _DOUBLE else np.float32
-    h = gram.astype(kind)
-    h *= 2
-    diagonal = np.arange(len(h))
-    dead = h[diagonal, diagonal] == 0
-    h[dead, dead] = 1
-    added, step = 0.0, damping * h[diagonal, diagonal].mean()
+    # H = A A^T with A upper triangular is the lower factor of H read from its end.
+    end = np.arange(len(gram))[::-1] if order is None else order[::-1]
+    diagonal = 2 * np.diag(gram)[end].astype(kind)
+    step = damping * np.where(diagonal == 0, 1, diagonal).mean()
+    added = 0.0
     while True:
-        h[diagonal, diagonal] += step
         added += step
+        h = _taken(gram, end, kind)
+        np.fill_diagonal(h, np.where(diagonal == 0, 1, diagonal) + added)
         try:
-            # H = A A^T with A upper triangular: the lower factor of H read from its end.
-            a = np.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]
+            _factor_lower(h)
             break
         except np.linalg.LinAlgError:
             step = 9 * added  # ten times as much in all
-    del h
+            del h
     # H^-1 = A^-T A^-1.
-    _invert_upper(a)
-    return a.astype(np.float32)
+    _invert_lower(h)
+    return h[::-1, ::-1].astype(np.float32, copy=False)
 
 
-def _invert_upper(a: npt.NDArray[Any]) -> None:
-    """Replace an upper triangular matrix by its inverse, half by half, without a copy of it."""
+def _finite(values: Float32) -> bool:
+    return all(np.isfinite(row).all() for row in values)
+
+
+def _taken(gram: Float32, order: npt.NDArray[Any], kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Twice the rows and columns of ``gram`` in an order."""
+    h = np.empty(gram.shape, kind)
+    for row, source in zip(h, order, strict=True):
+        np.multiply(gram[source, order], 2, out=row)
+    return h
+
+
+def _factor_lower(h: npt.NDArray[Any]) -> None:
+    """Replace a symmetric matrix by its lower Cholesky factor, in panels from the left, without a copy of it.
+
+    Raises ``LinAlgError`` where it is not positive definite.
+    """
+    n = len(h)
+    for start in range(0, n, _PANEL):
+        stop = min(start + _PANEL, n)
+        h[start:stop, start:stop] = corner = np.linalg.cholesky(h[start:stop, start:stop])
+        h[start:stop, stop:] = 0
+        below = h[stop:, start:stop] @ np.linalg.inv(corner).T
+        h[stop:, start:stop] = below
+        for column in range(stop, n, _STRIP):
+            rest = slice(column, column + _STRIP)
+            h[column:, rest] -= below[column - stop :] @ below[column - stop : column - stop + _STRIP].T
+
+
+def _invert_lower(a: npt.NDArray[Any]) -> None:
+    """Replace a lower triangular matrix by its inverse, half by half, without a copy of it."""
     n = len(a)
-    if n <= _INVERTED:
-        a[:] = np.triu(np.linalg.inv(a))
+    if n <= _PANEL:
+        a[:] = np.tril(np.linalg.inv(a))
         return
     first, rest = slice(0, n // 2), slice(n // 2, n)
-    _invert_upper(a[first, first])
-    _invert_upper(a[rest, rest])
-    a[first, rest] = -(a[first, first] @ a[first, rest]) @ a[rest, rest]
+    _invert_lower(a[first, first])
+    _invert_lower(a[rest, rest])
+    for column in range(0, n // 2, _STRIP):
+        strip = slice(column, min(column + _STRIP, n // 2))
+        # From the left columns on: those of the first half that are right of them have not changed yet.
+        a[rest, strip] = -(
+            a[rest, rest] @ (a[rest, first][:, strip.start :] @ a[first, strip][strip.start :])
+        )
