@@ -22,7 +22,7 @@ from pelton.builder.extensions import write_compiled
 from pelton.builder.facts import model_recipes
 from pelton.builder.gate import QualityGate, evaluate_text
 from pelton.builder.imported_reference import ImportedReference
-from pelton.builder.kv_calibration import checkpoint_scales, measured_weights, with_float32_caches
+from pelton.builder.kv_calibration import with_float32_caches
 from pelton.builder.launches import plan_launches
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
@@ -114,13 +114,10 @@ def build(
             for sentence in (budget.text(), *compiled.notes, *here):
                 say(sentence)
             check_space(folder, settled.memory.weights)
-            weights = compiled.weights
-            kv_dtype = str(settled.build.kv_dtype)
-            if kv_dtype in KV_CODES and checkpoint_scales(opened, compiled.model, kv_dtype) is None:
-                with clock("kv scales"):
-                    weights = measured_weights(weights, settled, opened, folder / "tokenizer")
             with clock("weights"):
-                shards, changes = write_weights(folder / "weights", weights, opened.read, clock.progress)
+                shards, changes = write_weights(
+                    folder / "weights", compiled.weights, opened.read, clock.progress
+                )
                 changes += opened.read_notes()
             write_json(folder / "config.json", settled)
             write_json(folder / "plan.json", compiled.plan)

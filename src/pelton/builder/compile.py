@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from pelton.builder.facts import (
     expected_tensors,
     unapplied_quantisation,
 )
-from pelton.builder.kv_calibration import checkpoint_scales, unmeasured_scales
+from pelton.builder.kv_calibration import checkpoint_scales, see, unmeasured_scales
 from pelton.builder.lower import lower
 from pelton.builder.plugins import keeps_apart
 from pelton.builder.profiles import step_limits
@@ -92,7 +92,8 @@ def compile_model(
     """Resolve ``wanted``, make the model, run passes, trace, choose tactics, plan memory.
 
     ``explain`` gets what each pass changed, as text; ``timing_cache`` is read and
-    updated. ``may_measure=False`` takes the default order of tactics where that has no times.
+    updated. ``may_measure=False`` takes the default order of tactics where that has no times, and ones for
+    scales of KV caches.
 
     Raises ``ConfigError``, ``CheckpointError`` or ``BuildError``.
     """
@@ -129,11 +130,14 @@ def compile_model(
     def quant_of(recipe: Recipe) -> str:
         return infer_quant(resolve_sources(recipe, checkpoint.source), infos)
 
-    kv_scales = checkpoint_scales(checkpoint, model, config.kv_dtype)
-    if kv_scales is None:
-        kv_scales = unmeasured_scales(model) if config.kv_dtype in KV_CODES else {}
-    else:
+    kv_scales, seen = checkpoint_scales(checkpoint, model, config.kv_dtype), None
+    if kv_scales is not None:
         notes.append("scales of KV caches are the checkpoint's")
+    elif config.kv_dtype in KV_CODES and may_measure:
+        with clock("kv scales"):
+            seen = see(checkpoint, model, config)
+    elif config.kv_dtype in KV_CODES:
+        kv_scales = unmeasured_scales(model)
 
     def stored(quant: str, dimensions: int) -> str:
         return stored_quant(quant, dimensions, dtype, native, exact=exact_types(config))
@@ -144,7 +148,8 @@ def compile_model(
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
         stored_quant=lambda recipe, dimensions: stored(quant_of(recipe), dimensions),
         activations=config.activations,
-        kv_scales=kv_scales,
+        kv_scales=kv_scales or {},
+        key_sizes=seen.key_sizes() if seen is not None and config.kv_dtype == "int8" else {},
         has_tactic=lambda spec: (
             not keeps_apart(config.plugins, spec.op)
             and any(not t.largest_tokens for t in supporting(spec, selector.tactics))
@@ -154,6 +159,9 @@ def compile_model(
     )
     with clock("passes"):
         outcomes = run_model_passes(PASSES, model, context, explain)
+    if seen is not None:
+        context = replace(context, kv_scales=seen.scales(model, config.kv_dtype))
+        seen = None
     with clock("trace"):
         graph = trace(
             model,

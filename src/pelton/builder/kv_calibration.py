@@ -8,8 +8,8 @@ becomes the largest code.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,14 +19,18 @@ import torch
 
 from pelton import nn
 from pelton.builder.evaluation import exact_model, windows
+from pelton.builder.facts import model_config
 from pelton.builder.probe import sample_tokens
 from pelton.builder.text import BUILT_IN, built_in, encode
-from pelton.builder.weights import WeightSpec
-from pelton.engine.config import EngineConfig
+from pelton.engine.config import BuildConfig, EngineConfig, MemoryPlan
 from pelton.errors import CheckpointError, ConfigError
 from pelton.ir.kv_codes import scale_of
 from pelton.ir.kv_quant import CACHE_DTYPE
 from pelton.models.checkpoint import Checkpoint
+from pelton.models.registry import architecture_of
+
+Scales = dict[int, tuple[list[float], list[float]]]
+"""By layer, of K and of V of each KV head."""
 
 #: Tokens of text that are read.
 TOKENS = 512
@@ -34,9 +38,7 @@ TOKENS = 512
 _MOST = 65504.0
 
 
-def checkpoint_scales(
-    checkpoint: Checkpoint, model: nn.CausalLM, kv_dtype: str
-) -> dict[int, tuple[list[float], list[float]]] | None:
+def checkpoint_scales(checkpoint: Checkpoint, model: nn.CausalLM, kv_dtype: str) -> Scales | None:
     """The checkpoint's own scales of each layer's heads; None where it has none for caches of ``kv_dtype``.
 
     Raises ``CheckpointError`` where they do not fit the model.
@@ -57,8 +59,8 @@ def checkpoint_scales(
     return {layer: (found["k"][layer], found["v"][layer]) for layer in range(len(heads))}
 
 
-def unmeasured_scales(model: nn.CausalLM) -> dict[int, tuple[list[float], list[float]]]:
-    """Ones for each layer, which stand in the plan until ``measured_weights`` knows better."""
+def unmeasured_scales(model: nn.CausalLM) -> Scales:
+    """Ones for each layer, where a dry run reads no values."""
     ones = {layer: [1.0] * kv.num_kv_heads for layer, kv in enumerate(model.layer_kv())}
     return {layer: (list(values), list(values)) for layer, values in ones.items()}
 
@@ -68,31 +70,55 @@ def with_float32_caches(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, build=msgspec.structs.replace(config.build, kv_dtype="float32"))
 
 
-def measured_weights(
-    weights: Sequence[WeightSpec], config: EngineConfig, checkpoint: Checkpoint, tokenizer: Path
-) -> tuple[WeightSpec, ...]:
-    """``weights`` with the scales that this model's keys and values want; streams the model once a window."""
-    assert config.build.kv_dtype
+@dataclass(frozen=True)
+class SeenKV:
+    """Keys and values of a text, of each layer (KV heads, tokens, head_dim), float16."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+    def key_sizes(self) -> dict[int, npt.NDArray[np.float32]]:
+        """By layer, the largest magnitude of each channel of the keys (KV heads, head_dim)."""
+        return {layer: k.abs().amax(dim=1).float().numpy() for layer, k in enumerate(self.k)}
+
+    def scales(self, model: nn.CausalLM, kv_dtype: str) -> Scales:
+        """Of caches of ``kv_dtype``, for keys as ``model`` makes them after ``smooth_keys``."""
+        factors = [m.key_factors for m in model.modules() if isinstance(m, nn.Attention)]
+        dtype, found = getattr(torch, kv_dtype), {}
+        for layer, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
+            k = k.float()
+            if factors and factors[layer] is not None:
+                k = k / torch.from_numpy(factors[layer]).float()[:, None]
+            k_scale, v_scale = (scale_of(x.flatten(1), dtype).tolist() for x in (k, v))
+            found[layer] = k_scale, v_scale
+        return found
+
+
+def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenKV:
+    """The keys and values that the exact model makes of some text; streams it once a window."""
+    described = model_config(checkpoint, model, architecture_of(checkpoint.config), None)
+    memory = MemoryPlan(weights=0, arena=0, workspace=0, kv_bytes_per_token=0)
+    config = EngineConfig(model=described, build=build, memory=memory)
     reference = exact_model(checkpoint, config)
-    seen: dict[str, list[torch.Tensor]] = {}
-    for batch in windows(_tokens(config, tokenizer), config):
+    k: list[list[torch.Tensor]] = [[] for _ in reference.k_caches]
+    v: list[list[torch.Tensor]] = [[] for _ in reference.v_caches]
+    for batch in windows(_tokens(checkpoint, config), config):
         reference.run(batch)
-        for kind, caches in (("k", reference.k_caches), ("v", reference.v_caches)):
-            for layer, cache in enumerate(caches):
+        for seen, caches in ((k, reference.k_caches), (v, reference.v_caches)):
+            for parts, cache in zip(seen, caches, strict=True):
+                by_head = cache.transpose(0, 1).flatten(1, 2)
                 # Slots that no token has taken are NaN.
-                by_head = cache.transpose(0, 1).flatten(1)
-                taken = ~by_head[0].isnan()
-                seen.setdefault(f"{kind}_scale.{layer}", []).append(
-                    by_head[:, taken].clamp(-_MOST, _MOST).half()
-                )
-    dtype = getattr(torch, config.build.kv_dtype)
-    scales = {name: scale_of(torch.cat(values, 1), dtype).numpy() for name, values in seen.items()}
-    return tuple(replace(w, source=scales[w.name]) if w.name in scales else w for w in weights)
+                taken = ~by_head[0, :, 0].isnan()
+                parts.append(by_head[:, taken].clamp(-_MOST, _MOST).half())
+    return SeenKV([torch.cat(parts, 1) for parts in k], [torch.cat(parts, 1) for parts in v])
 
 
-def _tokens(config: EngineConfig, tokenizer: Path) -> npt.NDArray[np.int32]:
-    try:
-        text = built_in(0)[: 16 * TOKENS]
-        return encode(text, tokenizer, config.model.vocab_size, name=BUILT_IN)[:TOKENS]
-    except ConfigError:  # no usable tokenizer
-        return sample_tokens(tokenizer, config.model.vocab_size, TOKENS, np.random.default_rng(0))
+def _tokens(checkpoint: Checkpoint, config: EngineConfig) -> npt.NDArray[np.int32]:
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer = Path(name)
+        checkpoint.write_tokenizer(tokenizer)
+        try:
+            text = built_in(0)[: 16 * TOKENS]
+            return encode(text, tokenizer, config.model.vocab_size, name=BUILT_IN)[:TOKENS]
+        except ConfigError:  # no usable tokenizer
+            return sample_tokens(tokenizer, config.model.vocab_size, TOKENS, np.random.default_rng(0))

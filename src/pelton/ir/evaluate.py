@@ -30,6 +30,7 @@ from pelton.ir.recipe import (
     Rows,
     Scale,
     ScaleColumns,
+    ScaleRows,
     Source,
     Sum,
     TakeColumns,
@@ -105,6 +106,12 @@ def evaluate(recipe: Recipe, read: Callable[[str], HostTensor]) -> HostTensor:
             _need_dense(tensor.quant, base, "scaled")
             _need_dense(by_column.quant, factors, "scaled with")
             return HostTensor("float32", tensor.shape, _float32(tensor) * _float32(by_column))
+        case ScaleRows(base, by_row):
+            tensor = evaluate(base, read)
+            _need_dense(tensor.quant, recipe, "scaled")
+            column = np.array(by_row, np.float32).reshape(-1, *[1] * (len(tensor.shape) - 1))
+            scaled = HostTensor("float32", tensor.shape, _float32(tensor) * column)
+            return _narrow(scaled, tensor.quant) if all(map(is_power_of_two, by_row)) else scaled
         case Product(weight, vector):
             matrix, by_column = evaluate(weight, read), evaluate(vector, read)
             _need_dense(matrix.quant, weight, "multiplied")
@@ -146,7 +153,7 @@ def infer_shape(recipe: Recipe, infos: Mapping[str, TensorLike]) -> tuple[int, .
             return (sum(shape[0] for shape in shapes), *shapes[0][1:])
         case Rows(base, start, stop):
             return (stop - start, *infer_shape(base, infos)[1:])
-        case PermuteRows(base) | AddScalar(base) | Scale(base) | ScaleColumns(base):
+        case PermuteRows(base) | AddScalar(base) | Scale(base) | ScaleColumns(base) | ScaleRows(base):
             return infer_shape(base, infos)
         case TakeColumns(base) | PutColumns(base) | TakeRows(base):
             return infer_shape(base, infos)
@@ -187,6 +194,10 @@ def infer_quant(recipe: Recipe, infos: Mapping[str, TensorLike]) -> str:
             quant = infer_quant(base, infos)
             _need_dense(quant, recipe, "scaled")
             return quant if is_power_of_two(factor) else "float32"
+        case ScaleRows(base, by_row):
+            quant = infer_quant(base, infos)
+            _need_dense(quant, recipe, "scaled")
+            return quant if all(map(is_power_of_two, by_row)) else "float32"
         case ScaleColumns(base):
             _need_dense(infer_quant(base, infos), base, "scaled")
             return "float32"

@@ -30,6 +30,7 @@ def recipe_text(recipe: Recipe) -> str:
     if isinstance(recipe, Source):
         return recipe.name
     values = [getattr(recipe, field.name) for field in fields(recipe)]  # type: ignore[arg-type]
+    values = [f"{len(v)} numbers" if isinstance(v, tuple) and isinstance(v[0], float) else v for v in values]
     parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
     shown = ", ".join(recipe_text(part) if isinstance(part, Recipe) else str(part) for part in parts)
     return f"{type(recipe).__name__}({shown})"

@@ -188,6 +188,15 @@ class ScaleColumns(Recipe):
 
 
 @dataclass(frozen=True)
+class ScaleRows(Recipe):
+    """A dense ``base``, row i (of a vector, element i) times ``factors[i]``: in its own type where all are
+    powers of two, else in float32."""
+
+    base: Recipe
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Product(Recipe):
     """``weight @ vector`` of dense tensors, in float32: what a vector before a linear layer is after it."""
 
@@ -254,6 +263,8 @@ def rows(base: Recipe, start: int, stop: int) -> Recipe:
             return Scale(rows(inner, start, stop), factor)
         case ScaleColumns(inner, factors):
             return ScaleColumns(rows(inner, start, stop), factors)
+        case ScaleRows(inner, by_row):
+            return ScaleRows(rows(inner, start, stop), by_row[start:stop])
         case TakeColumns(inner, order):
             return TakeColumns(rows(inner, start, stop), order)
         case PutColumns(inner, order):
@@ -264,7 +275,7 @@ def rows(base: Recipe, start: int, stop: int) -> Recipe:
 def is_row_wise(recipe: Recipe) -> bool:
     """Whether ``rows`` of it are made of rows of one checkpoint tensor, so that a part costs as its size."""
     match recipe:
-        case Rows(inner) | AddScalar(inner) | Scale(inner) | ScaleColumns(inner):
+        case Rows(inner) | AddScalar(inner) | Scale(inner) | ScaleColumns(inner) | ScaleRows(inner):
             return is_row_wise(inner)
         case TakeColumns(inner) | PutColumns(inner):
             return is_row_wise(inner)

@@ -65,6 +65,8 @@ class Attention(Module):
         if k_norm is not None:
             self.k_norm = k_norm
         self.has_qk_norm = q_norm is not None and k_norm is not None
+        self.key_factors: Any | None = None
+        """(num_kv_heads, head_dim) that the pass ``smooth_keys`` has divided the keys by; None: nothing."""
 
     def forward(
         self, x_TD: Any, cos_sin_TR: Any | None, k_cache: Any, v_cache: Any, inputs: AttentionInputs

@@ -26,6 +26,7 @@ from pelton.passes import (
     rope_paged_attention,
     share_embedding,
     simplify_views,
+    smooth_keys,
     unfuse_qkv_gemm,
 )
 from pelton.passes.base import Mode, Pass, PassContext, PassReport
@@ -35,6 +36,7 @@ PASSES: tuple[Pass, ...] = (
     share_embedding.PASS,
     parallelize_embedding.PASS,
     unfuse_qkv_gemm.PASS,
+    smooth_keys.PASS,
     fuse_qkv.PASS,
     fuse_gate_mlp.PASS,
     # From here on over the traced graph.

@@ -7,6 +7,8 @@ from collections.abc import Mapping as Dict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from torch import fx
 
 from pelton.ir.condition import SameValues
@@ -44,6 +46,9 @@ class PassContext:
     """Input precision of block-quantised products: float32 or int8."""
     kv_scales: Dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     """By layer, the scales of K and V for each KV head, of caches of 8 bits (ones until measured)."""
+    key_sizes: Dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    """By layer, the largest magnitude of each channel of the keys on text (KV heads, head_dim), where caches
+    are int8 and their scales measured."""
     mapping: Mapping = ALONE
     """The rank that is built for."""
     has_tactic: Callable[[NodeSpec], bool] = lambda spec: True
