@@ -17,7 +17,7 @@ from pelton.builder.calibration import calibration_sequences
 from pelton.builder.evaluation import eager_config, exact_model, windows
 from pelton.builder.quantize import quantize
 from pelton.builder.quantized_view import draft, places, round_in_stream
-from pelton.builder.text import built_in, checkpoint_ids
+from pelton.builder.text import built_in, checkpoint_text
 from pelton.errors import BuildError, CheckpointError, ConfigError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import dequantize
@@ -66,8 +66,8 @@ def random_model(architecture: str) -> TextCheckpoint:
 def logits(checkpoint: Checkpoint, tokens: int = 48) -> Any:
     """Of calibration text, by the eager model with its inputs rounded where the checkpoint says so."""
     config = eager_config(checkpoint)
-    ids = checkpoint_ids(checkpoint, built_in(0), config.model.vocab_size, name="text")[:tokens]
-    (batch,) = windows(ids, config)
+    text = checkpoint_text(checkpoint, built_in(0), config.model.vocab_size, name="text").head(tokens)
+    (batch,) = windows(text, config)
     return exact_model(checkpoint, config, round_inputs=True).run(batch)
 
 
@@ -289,7 +289,7 @@ def test_sizes_are_those_of_the_blocks(tmp_path: Path) -> None:
 def test_inputs_are_rounded_only_where_that_is_asked_for() -> None:
     view = round_in_stream(text_checkpoint(), short("w8a8"))
     config = eager_config(view)
-    ids = checkpoint_ids(view, built_in(0), config.model.vocab_size, name="text")[:20]
-    (batch,) = windows(ids, config)
+    text = checkpoint_text(view, built_in(0), config.model.vocab_size, name="text").head(20)
+    (batch,) = windows(text, config)
     exact, rounded = (exact_model(view, config, round_inputs=r).run(batch) for r in (False, True))
     assert 1e-4 < relative(rounded, exact) < 0.1

@@ -16,7 +16,7 @@ import torch
 from pelton.builder.evaluate_engine import evaluate
 from pelton.builder.evaluation import eager_config, exact_model, windows
 from pelton.builder.gate import QualityGate
-from pelton.builder.text import built_in, checkpoint_ids, paragraphs
+from pelton.builder.text import Text, built_in, checkpoint_text, encode, paragraphs
 from pelton.engine.artifact import open_engine
 from pelton.engine.shapes import OptimizationProfile
 from pelton.errors import MissingDependencyError
@@ -44,13 +44,33 @@ def test_built_in_halves_share_no_paragraph() -> None:
     assert 0.5 < len(built_in(0)) / len(built_in(1)) < 2
 
 
+def test_sequences_begin_as_the_tokenizer_begins_a_text(source: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    base = open_checkpoint(source)
+    base.write_tokenizer(tmp_path)
+    file = str(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    begin, end = (tokenizer.id_to_token(i) for i in (7, 9))
+    tokenizer.post_processor = TemplateProcessing(f"{begin} $A {end}", None, [(begin, 7), (end, 9)])
+    tokenizer.save(file)
+    text = encode("as time goes by, " * 9, tmp_path, 260, name="text")
+    assert text.first.tolist() == [7]
+    assert text.ids.tolist() == tokenizer.encode("as time goes by, " * 9, add_special_tokens=False).ids
+    batches = windows(text.head(70), eager_config(base, 30), 30)
+    assert [batch.input_ids_T.size for batch in batches] == [30, 30, 13]
+    assert {int(batch.input_ids_T[0]) for batch in batches} == {7}
+    assert np.concatenate([b.input_ids_T[1:] for b in batches]).tolist() == text.ids[:70].tolist()
+
+
 def test_the_perplexity_is_torchs_of_the_models_own_logits(source: Path, engine: Path) -> None:
     found = evaluate(engine, tokens=120, window=30, against=source)
     base = open_checkpoint(source)
     config = eager_config(base, 30)
-    ids = checkpoint_ids(base, built_in(1), 260, name="text")[:120]
+    read = checkpoint_text(base, built_in(1), 260, name="text").head(120)
     model, losses = exact_model(base, config, 30), []
-    for batch in windows(ids, config, 30):
+    for batch in windows(read, config, 30):
         logits = torch.from_numpy(model.run(batch))[:-1].double()
         losses.append(
             torch.nn.functional.cross_entropy(
@@ -163,8 +183,9 @@ def log_probabilities(source: Path, text: str) -> Any:
     """Of each byte of ``text`` after the beginning of a sequence (id 1), by the eager model."""
     base = open_checkpoint(source)
     config = eager_config(base, 64)
-    ids = checkpoint_ids(base, text, 260, name="text")
-    (batch,) = windows(np.concatenate([[1], ids]).astype(np.int32), config, 64)
+    ids, first = checkpoint_text(base, text, 260, name="text")
+    assert first.tolist() in ([], [1])
+    (batch,) = windows(Text(ids, np.array([1], np.int32)), config, 64)
     logits = torch.from_numpy(exact_model(base, config, 64).run(batch)).double()
     return torch.log_softmax(logits, -1)[range(len(ids)), ids.tolist()].numpy()
 
@@ -210,4 +231,6 @@ def test_the_gate_reads_what_is_not_calibrated_on(tmp_path: Path) -> None:
     base = text_checkpoint()
     base.write_tokenizer(tmp_path)
     found = _tokens(QualityGate(tokens=50), tmp_path, 260)
-    np.testing.assert_array_equal(found, checkpoint_ids(base, built_in(1)[:4000], 260, name="text")[:50])
+    expected = checkpoint_text(base, built_in(1)[:4000], 260, name="text").head(50)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_array_equal(found.first, expected.first)

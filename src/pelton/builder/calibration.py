@@ -15,7 +15,7 @@ import torch
 
 from pelton import nn
 from pelton.builder.eager import StreamedWeights
-from pelton.builder.text import BUILT_IN, Ids, built_in, checkpoint_ids, read_text
+from pelton.builder.text import BUILT_IN, Ids, built_in, checkpoint_text, read_text
 from pelton.errors import BuildError, CheckpointError, ConfigError
 from pelton.ir.recipe import Recipe
 from pelton.models.checkpoint import Checkpoint
@@ -27,7 +27,8 @@ _BLOCK = 16
 
 
 def calibration_sequences(calibration: Calibration, checkpoint: Checkpoint, model: nn.CausalLM) -> Ids:
-    """Token ids (sequences, length): pieces of the text that begin at random places.
+    """Token ids (sequences, length): pieces of the text from random places on, each begun as the tokenizer
+    begins a text.
 
     Raises ``ConfigError`` for a text that cannot be read or is shorter than one sequence.
     """
@@ -39,7 +40,7 @@ def calibration_sequences(calibration: Calibration, checkpoint: Checkpoint, mode
     else:
         path = Path(calibration.text)
         text, name = read_text(path, "calibration text"), path.name
-    ids = checkpoint_ids(checkpoint, text, model.vocab_size, name=name)
+    ids, first = checkpoint_text(checkpoint, text, model.vocab_size, name=name)
     if ids.size < length:
         raise ConfigError(
             f"the calibration text {name} has {ids.size} tokens of this model, and a sequence {length}; "
@@ -47,7 +48,7 @@ def calibration_sequences(calibration: Calibration, checkpoint: Checkpoint, mode
         )
     rng = np.random.default_rng(calibration.seed)
     starts = rng.integers(0, ids.size - length + 1, calibration.sequences)
-    return np.stack([ids[start : start + length] for start in starts])
+    return np.stack([np.concatenate([first, ids[start : start + length]])[:length] for start in starts])
 
 
 def decoder_layers(model: nn.CausalLM) -> tuple[str, torch.nn.ModuleList]:

@@ -94,18 +94,19 @@ def evaluate(
     opened = open_engine(engine)
     config = opened.config
     content = built_in(1) if text is None else text
-    ids = encode(content[: 32 * tokens], opened.tokenizer_path, config.model.vocab_size, name=name)[:tokens]
-    if ids.size < 2:
-        raise ConfigError(f"{name} has {ids.size} tokens of this model; give a text with more")
+    read = encode(content[: 32 * tokens], opened.tokenizer_path, config.model.vocab_size, name=name)
+    read = read.head(tokens)
+    if read.ids.size < 2:
+        raise ConfigError(f"{name} has {read.ids.size} tokens of this model; give a text with more")
     step = progress or (lambda done, total: None)
     with _session(engine, config, window, trust) as run:
         if against is None:
-            batches = windows(ids, config, window)
+            batches = windows(read, config, window)
             found: dict[str, Any] = {"perplexity": perplexity(batches, _told(run, step, len(batches)))}
         else:
             with _other(against, config, window, trust) as (reference, other):
                 window = min(window_of(config, window), window_of(other, window))
-                batches = windows(ids, config, window)
+                batches = windows(read, config, window)
                 compared = compare_on_text(batches, _told(run, step, len(batches)), reference, name=name)
             found = {
                 "perplexity": compared.perplexity,
@@ -115,8 +116,8 @@ def evaluate(
                 "kl_max": compared.kl_max,
                 "top1_agreement": compared.top1_agreement,
             }
-    read = sum(batch.input_ids_T.size for batch in batches)
-    return TextResult(engine=engine.name, text=name, tokens=read, window=window_of(config, window), **found)
+    total = sum(batch.input_ids_T.size for batch in batches)
+    return TextResult(engine=engine.name, text=name, tokens=total, window=window_of(config, window), **found)
 
 
 def _told(run: Run, step: Step, total: int) -> Run:

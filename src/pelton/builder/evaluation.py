@@ -16,6 +16,7 @@ from pelton.builder.eager import EagerReference
 from pelton.builder.facts import model_config, model_recipes
 from pelton.builder.quantized_view import draft, places
 from pelton.builder.report import Evaluation
+from pelton.builder.text import Text
 from pelton.engine.batch import InputBatch
 from pelton.engine.config import BuildConfig, EngineConfig, MemoryPlan
 from pelton.engine.pieces import Piece, make_batch, most_rows
@@ -44,10 +45,13 @@ def blocks_of(config: EngineConfig, wanted: int = WINDOW) -> int:
     return -(-window_of(config, wanted) // size)
 
 
-def windows(ids: npt.NDArray[np.int32], config: EngineConfig, wanted: int = WINDOW) -> list[InputBatch]:
-    """Steps of one sequence each."""
+def windows(text: Text, config: EngineConfig, wanted: int = WINDOW) -> list[InputBatch]:
+    """Steps of one sequence each, that begins as the tokenizer begins a text."""
     size, table = window_of(config, wanted), np.arange(blocks_of(config, wanted), dtype=np.int32)
-    pieces = [ids[i : i + size] for i in range(0, ids.size, size)]
+    own = max(1, size - text.first.size)
+    pieces = [
+        np.concatenate([text.first, text.ids[i : i + own]])[:size] for i in range(0, text.ids.size, own)
+    ]
     return [make_batch([Piece(tokens=p, start=0, blocks=table)], config) for p in pieces if p.size > 1]
 
 

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pelton.builder.evaluation import compare_on_text, exact_model, windows
 from pelton.builder.report import Evaluation
-from pelton.builder.text import BUILT_IN, built_in, encode, read_text
+from pelton.builder.text import BUILT_IN, Text, built_in, encode, read_text
 from pelton.engine.session import Session
 from pelton.errors import BuildError, ConfigError
 from pelton.models.checkpoint import Checkpoint
@@ -67,13 +64,13 @@ def evaluate_text(gate: QualityGate, tokenizer: Path, session: Session, checkpoi
     return found
 
 
-def _tokens(gate: QualityGate, tokenizer: Path, vocab_size: int) -> npt.NDArray[np.int32]:
+def _tokens(gate: QualityGate, tokenizer: Path, vocab_size: int) -> Text:
     text = built_in(1) if gate.text is None else gate.text
     # A token is rarely more than some letters: no need to encode a whole book.
-    ids = encode(text[: 16 * gate.tokens], tokenizer, vocab_size, name=gate.name)[: gate.tokens]
-    if ids.size < 2:
-        raise ConfigError(f"{gate.name} has {ids.size} tokens of this model; give a text with more")
-    return ids
+    found = encode(text[: 16 * gate.tokens], tokenizer, vocab_size, name=gate.name).head(gate.tokens)
+    if found.ids.size < 2:
+        raise ConfigError(f"{gate.name} has {found.ids.size} tokens of this model; give a text with more")
+    return found
 
 
 def _required(gate: QualityGate) -> str:

@@ -21,7 +21,7 @@ from pelton import nn
 from pelton.builder.evaluation import exact_model, windows
 from pelton.builder.facts import model_config
 from pelton.builder.probe import sample_tokens
-from pelton.builder.text import BUILT_IN, built_in, encode
+from pelton.builder.text import BUILT_IN, Text, built_in, encode
 from pelton.engine.config import BuildConfig, EngineConfig, MemoryPlan
 from pelton.errors import CheckpointError, ConfigError
 from pelton.ir.kv_codes import scale_of
@@ -93,6 +93,14 @@ class SeenKV:
             found[layer] = k_scale, v_scale
         return found
 
+    def of_layers(self, kv_dtype: str) -> list[tuple[float, float]]:
+        """One scale for the keys and one for the values of each layer, for caches of ``kv_dtype``."""
+        dtype = getattr(torch, kv_dtype)
+        return [
+            (float(scale_of(k.reshape(1, -1), dtype)), float(scale_of(v.reshape(1, -1), dtype)))
+            for k, v in zip(self.k, self.v, strict=True)
+        ]
+
 
 def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenKV:
     """The keys and values that the exact model makes of some text; streams it once a window."""
@@ -102,7 +110,7 @@ def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenK
     reference = exact_model(checkpoint, config)
     k: list[list[torch.Tensor]] = [[] for _ in reference.k_caches]
     v: list[list[torch.Tensor]] = [[] for _ in reference.v_caches]
-    for batch in windows(_tokens(checkpoint, config), config):
+    for batch in windows(_text(checkpoint, config), config):
         reference.run(batch)
         for seen, caches in ((k, reference.k_caches), (v, reference.v_caches)):
             for parts, cache in zip(seen, caches, strict=True):
@@ -113,12 +121,14 @@ def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenK
     return SeenKV([torch.cat(parts, 1) for parts in k], [torch.cat(parts, 1) for parts in v])
 
 
-def _tokens(checkpoint: Checkpoint, config: EngineConfig) -> npt.NDArray[np.int32]:
+def _text(checkpoint: Checkpoint, config: EngineConfig) -> Text:
     with tempfile.TemporaryDirectory() as name:
         tokenizer = Path(name)
         checkpoint.write_tokenizer(tokenizer)
         try:
             text = built_in(0)[: 16 * TOKENS]
-            return encode(text, tokenizer, config.model.vocab_size, name=BUILT_IN)[:TOKENS]
+            return encode(text, tokenizer, config.model.vocab_size, name=BUILT_IN).head(TOKENS)
         except ConfigError:  # no usable tokenizer
-            return sample_tokens(tokenizer, config.model.vocab_size, TOKENS, np.random.default_rng(0))
+            rng = np.random.default_rng(0)
+            ids = sample_tokens(tokenizer, config.model.vocab_size, TOKENS, rng)
+            return Text(ids, ids[:0])

@@ -28,7 +28,7 @@ from pelton.builder.evaluation import (
 )
 from pelton.builder.quantize import quantize
 from pelton.builder.quantized_view import QuantizedCheckpoint, draft, round_in_stream
-from pelton.builder.text import BUILT_IN, built_in, checkpoint_ids
+from pelton.builder.text import BUILT_IN, built_in, checkpoint_text
 from pelton.dtypes import BLOCK_TYPES, is_dense
 from pelton.engine.batch import InputBatch
 from pelton.engine.config import BuildConfig
@@ -83,13 +83,14 @@ def sweep(
         config.check()
     say = note or (lambda text: None)
     exact = eager_config(checkpoint, window)
-    ids = checkpoint_ids(checkpoint, built_in(1), exact.model.vocab_size, name=BUILT_IN)[:tokens]
-    batches = windows(ids, exact, window)
+    text = checkpoint_text(checkpoint, built_in(1), exact.model.vocab_size, name=BUILT_IN)
+    batches = windows(text.head(tokens), exact, window)
     with tempfile.TemporaryDirectory(prefix="pelton-sweep-") as folder:
         say("the unquantised model")
         reference = _kept(checkpoint, batches, Path(folder) / "reference.npy", window)
         for config in configs:
-            say(config.name or describe(config))
+            caches = f" (its {config.kv} KV caches are float32 here)" if config.kv else ""
+            say((config.name or describe(config)) + caches)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 started = time.perf_counter()
                 view = _quantised(checkpoint, config, Path(scratch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,20 @@ from pelton.models.checkpoint import Checkpoint
 BUILT_IN = "pydoc_data.topics"
 
 Ids = npt.NDArray[np.int32]
+
+
+class Text(NamedTuple):
+    """A text as a model reads it."""
+
+    ids: Ids
+    """Without special tokens."""
+    first: Ids
+    """What the tokenizer puts before a text, and every sequence cut from it begins with. Models that are
+    trained with such a token (Gemma) predict badly without it, and have other activations."""
+
+    def head(self, tokens: int) -> Text:
+        """At most so many of its tokens."""
+        return Text(self.ids[:tokens], self.first)
 
 
 def built_in(half: int) -> str:
@@ -50,14 +65,15 @@ def read_text(path: Path, setting: str) -> str:
         raise ConfigError(f"{setting} {path} cannot be read as text: {why}") from error
 
 
-def encode(text: str, tokenizer: Path, vocab_size: int, *, name: str) -> Ids:
-    """``text`` as ids of the tokenizer in the folder ``tokenizer``, without special tokens.
+def encode(text: str, tokenizer: Path, vocab_size: int, *, name: str) -> Text:
+    """``text`` in tokens of the tokenizer in the folder ``tokenizer``.
 
     Raises ``ConfigError`` where it cannot be used, or has tokens that the model does not."""
     from tokenizers import Tokenizer
 
     try:
         run = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode
+        plain, framed = (run("a", add_special_tokens=special).ids for special in (False, True))
     except Exception as error:  # whatever the library raises
         raise ConfigError(
             f"the model's tokenizer cannot be used, so it cannot be run on text ({error})"
@@ -67,11 +83,13 @@ def encode(text: str, tokenizer: Path, vocab_size: int, *, name: str) -> Ids:
         raise ConfigError(
             f"{name} has the token {ids.max()} in the model's tokenizer, and the model only {vocab_size}"
         )
-    return ids
+    # Some put tokens behind a text too.
+    before = next(i for i in range(len(framed) + 1) if framed[i : i + len(plain)] == plain)
+    return Text(ids, np.array(framed[:before], np.int32))
 
 
-def checkpoint_ids(checkpoint: Checkpoint, text: str, vocab_size: int, *, name: str) -> Ids:
-    """``text`` as ids of the checkpoint's tokenizer."""
+def checkpoint_text(checkpoint: Checkpoint, text: str, vocab_size: int, *, name: str) -> Text:
+    """``text`` in tokens of the checkpoint's tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.write_tokenizer(Path(folder))
         return encode(text, Path(folder), vocab_size, name=name)
