@@ -71,7 +71,7 @@ def _measure(model: Path, given: argparse.Namespace) -> None:
         print(f"{row.recipe:20} {row.bits:6.3f} {row.perplexity:9.4f} {row.kl:9.5f}", flush=True)
         record = load()
         model_rows = record.setdefault(checkpoint.name, {})
-        model_rows[row.recipe] = {
+        model_rows[row.recipe] = model_rows.get(row.recipe, {}) | {
             **msgspec.to_builtins(row),
             "window": given.window,
             "calibration_tokens": given.sequences * 512 if ALL[row.recipe].calibrated else 0,
@@ -89,17 +89,18 @@ def load() -> dict[str, dict[str, Any]]:
 def table() -> str:
     """Every measured row, in Markdown."""
     lines = [
-        "| model | recipe | bits | MB | perplexity | KL | same top token |",
-        "|---|---|---|---|---|---|---|",
+        "| model | recipe | bits | MB | perplexity | KL | same top token | decode beside llama.cpp |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for model, rows in load().items():
         first = next(iter(rows.values()))
-        lines.append(f"| {model} | unquantised | | | {first['perplexity_unquantised']:.2f} | | |")
+        lines.append(f"| {model} | unquantised | | | {first['perplexity_unquantised']:.2f} | | | |")
         for row in rows.values():
             more = row["perplexity"] / row["perplexity_unquantised"] - 1
+            ratio = f"{row['decode_ratio']:.2f} of {row['decode_against']}" if "decode_ratio" in row else "-"
             lines.append(
                 f"| | `{row['recipe']}` | {row['bits']:.2f} | {row['nbytes'] / 1e6:.1f} | "
-                f"{row['perplexity']:.2f} ({more:+.1%}) | {row['kl']:.4f} | {row['top1']:.1%} |"
+                f"{row['perplexity']:.2f} ({more:+.1%}) | {row['kl']:.4f} | {row['top1']:.1%} | {ratio} |"
             )
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +11,20 @@ import torch
 
 from pelton.builder import check
 from pelton.builder.build import build
+from pelton.builder.evaluation import eager_config
+from pelton.builder.kv_calibration import see
+from pelton.builder.quantized_view import draft
+from pelton.builder.write_quantized import quantize
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
 from pelton.engine.kv_cache import block_bytes
 from pelton.engine.session import Session
 from pelton.errors import BuildError, ConfigError
 from pelton.ir import kv_codes
+from pelton.models.checkpoint import open_checkpoint
+from pelton.quant.config import QuantConfig
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
+from tests.builder.test_quantize import text_checkpoint
 from tests.e2e.stepper import Stepper, relative_error
 
 KINDS = {"int8": "int8", "fp8": "float8_e4m3fn"}
@@ -73,3 +81,40 @@ def test_a_value_far_out_does_not_make_all_steps_coarse() -> None:
     assert scale[1] < 0.9 * 40.0 / 127
     assert kv_codes.scale_of(torch.zeros(1, 8), torch.int8) == 1
     assert kv_codes.scale_of(values, torch.float8_e4m3fn)[1] == 2 * 40.0 / 448
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"), [(None, "float8_e4m3fn"), ("float16", "float16"), ("int8", "int8")]
+)
+def test_a_recipe_names_the_type_of_caches(asked: str | None, found: str, tmp_path: Path) -> None:
+    build(RandomCheckpoint(TINY_LLAMA), BuildConfig(quant="fp8-kv", kv_dtype=asked), output=tmp_path / "e")
+    assert open_engine(tmp_path / "e").config.build.kv_dtype == found
+
+
+@pytest.mark.parametrize(("kv", "largest"), [("int8", 127.0), ("fp8", 448.0)])
+def test_a_written_checkpoint_has_scales_that_its_engine_takes(
+    kv: Any, largest: float, tmp_path: Path
+) -> None:
+    base = text_checkpoint()
+    quantize(base, QuantConfig(weights="int8_row", kv=kv), tmp_path / "small")
+    checkpoint = open_checkpoint(tmp_path / "small")
+    scales = checkpoint.kv_quant()
+    assert scales is not None
+    assert scales.dtype == kv
+    model = draft(checkpoint, max_seq_len=64)
+    seen = see(checkpoint, model, eager_config(checkpoint, 64).build)
+    for k, (scale,) in zip(seen.k, scales.k_scales, strict=True):
+        assert 0.1 < float(k.abs().max()) / (largest * scale) < 6
+    report = build(checkpoint, BuildConfig(kv_dtype=kv), output=tmp_path / "e")
+    assert "scales of KV caches are the checkpoint's" in report.notes
+    shards = open_engine(tmp_path / "e").weights
+    for layer, (scale,) in enumerate(scales.k_scales):
+        assert shards[f"k_scale.{layer}"][:4].view(np.float32)[0] == np.float32(scale)
+
+
+def test_formats_without_caches_are_refused(tmp_path: Path) -> None:
+    config = QuantConfig(weights="int4_g32", kv="int8")
+    with pytest.raises(
+        ConfigError, match=r"gptq checkpoints have no types of KV caches .*compressed-tensors"
+    ):
+        quantize(text_checkpoint(), config, tmp_path / "x", fmt="gptq")

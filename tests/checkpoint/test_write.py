@@ -255,3 +255,22 @@ def test_a_base_that_others_quantised_in_act_order(tmp_path: Path) -> None:
     assert checkpoint.read(Q_PROJ).quant == "int8_g32"
     for name in checkpoint.tensors.keys() - {Q_PROJ}:
         np.testing.assert_array_equal(checkpoint.read(name).data, values[name].numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_types_and_scales_of_kv_caches_come_back(kv: Any, base: Checkpoint, tmp_path: Path) -> None:
+    tensors = dict(quantised(base, "int8_row"))
+    config = QuantConfig(weights="int8_row", kv=kv)
+    scales = {
+        f"model.layers.{layer}.self_attn.{kind}_scale": 0.5 + layer + (kind == "v") / 4
+        for layer in range(base.config["num_hidden_layers"])
+        for kind in "kv"
+    }
+    write_checkpoint(tmp_path / "out", base, iter(tensors.items()), config, kv_scales=scales)
+    assert_same(tmp_path / "out", base, tensors, "int8_row")
+    found = open_checkpoint(tmp_path / "out").kv_quant()
+    assert found is not None
+    assert found.dtype == kv
+    for kind, values in (("k", found.k_scales), ("v", found.v_scales)):
+        named = [scale for name, scale in scales.items() if name.endswith(f"{kind}_scale")]
+        assert [value for (value,) in values] == named

@@ -26,7 +26,7 @@ from pelton.builder.kv_calibration import with_float32_caches
 from pelton.builder.launches import plan_launches
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
-from pelton.builder.quantized_input import quantized_input
+from pelton.builder.quantized_input import kv_dtype_of, quantized_input
 from pelton.builder.report import BuildReport, QualityReport
 from pelton.builder.selection import runs_on_this_cpu
 from pelton.builder.summary import build_report, engine_config, machine_report
@@ -85,6 +85,8 @@ def build(
         with clock("open"):
             base = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         wanted = config or BuildConfig()
+        if wanted.kv_dtype is None:
+            wanted = msgspec.structs.replace(wanted, kv_dtype=kv_dtype_of(wanted.quant))
         with clock("quantise" if wanted.quant else "open"):
             opened = inputs.enter_context(
                 quantized_input(base, wanted.quant, output, clock.progress, dry_run=dry_run)

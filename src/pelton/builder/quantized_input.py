@@ -17,6 +17,11 @@ from pelton.quant.recipes import recipe
 NONE = "none"
 
 
+def kv_dtype_of(name: str | None) -> str | None:
+    """Type of KV caches that the recipe ``name`` asks for, if any."""
+    return None if name is None or name == NONE else recipe(name).kv
+
+
 @contextmanager
 def quantized_input(
     checkpoint: Checkpoint, name: str | None, output: Path, progress: Progress, *, dry_run: bool = False

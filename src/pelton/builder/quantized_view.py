@@ -126,7 +126,8 @@ class QuantizedCheckpoint(Checkpoint):
         return self._activations.get(name) if name in self.changed else self.base.activation_quant(name)
 
     def kv_quant(self) -> KVQuant | None:
-        return self.base.kv_quant()
+        kv = self.quant_config.kv
+        return self.base.kv_quant() if kv is None else KVQuant(kv)
 
     def read_notes(self) -> list[str]:
         count = sum(not is_dense(info.quant) for info in self.changed.values())

@@ -6,11 +6,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from pelton import nn
 from pelton.builder.clock import Progress
+from pelton.builder.evaluation import WINDOW, eager_config
+from pelton.builder.kv_calibration import see
 from pelton.builder.quantize import quantize as quantize_layers
 from pelton.builder.quantize_report import QuantizeReport
+from pelton.builder.quantized_view import QuantizedCheckpoint, draft
 from pelton.dtypes import GGUF_BLOCK_TYPES
 from pelton.errors import ConfigError
+from pelton.ir.kv_quant import CACHE_DTYPE
 from pelton.models.checkpoint import Checkpoint, open_checkpoint
 from pelton.models.checkpoint.write import FORMATS, write_checkpoint
 from pelton.quant.config import NONE, QuantConfig
@@ -54,6 +59,8 @@ def _lacks(name: str, config: QuantConfig) -> str:
     for quant in (config.weights, *config.overrides.values()):
         if quant != NONE and not stores(name, quant):
             return f"{quant} weights"
+    if config.kv is not None and name != "compressed-tensors":
+        return "types of KV caches"
     a = config.activations
     if a is not None and a.outliers and name != "bitsandbytes":
         return "exact outliers"
@@ -65,6 +72,24 @@ def _lacks(name: str, config: QuantConfig) -> str:
         if config.weights == "int8_row" and (a is None or a.dtype != "int8" or a.per != "token"):
             return "int8 weights without int8 activations per token"
     return ""
+
+
+def _kv_scales(view: QuantizedCheckpoint, config: QuantConfig) -> dict[str, float]:
+    """Scales of each layer's keys and values by the names that checkpoints give them; none without ``kv``."""
+    if config.kv is None:
+        return {}
+    limit = draft(view).max_position_embeddings
+    length = min(WINDOW, limit)
+    model = draft(view, max_seq_len=length)
+    attentions = [name for name, module in model.named_modules() if isinstance(module, nn.Attention)]
+    if not all(name.endswith(".self_attn") for name in attentions):
+        raise ConfigError(f"checkpoints of {type(model).__name__} have no scales of KV caches; leave kv out")
+    scales = see(view, model, eager_config(view).build).of_layers(CACHE_DTYPE[config.kv])
+    return {
+        f"{name}.{kind}_scale": scale
+        for name, of_layer in zip(attentions, scales, strict=True)
+        for kind, scale in zip("kv", of_layer, strict=True)
+    }
 
 
 def quantize(
@@ -101,6 +126,7 @@ def quantize(
         config,
         fmt,
         activation_of=view.activation_quant,
+        kv_scales=_kv_scales(view, config),
     )
     shutil.rmtree(partial)
     return report

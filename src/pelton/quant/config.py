@@ -72,6 +72,9 @@ class QuantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     embeddings are quantised (to nearest) only where one of these names them: ``lm_head``."""
     activations: ActivationQuant | None = None
     """How the inputs of quantised layers are quantised; with a ``scale`` of -1 it is measured on the text."""
+    kv: Literal["int8", "fp8"] | None = None
+    """Type of KV caches: ``build --quant`` takes it unless ``kv_dtype`` says otherwise; checkpoints that are
+    written say so, with a scale for each layer's keys and values. None: the build's choice."""
     alpha: float | None = None
     """How much of the difficulty moves from activations to weights, 0 to 1; None: searched for each input."""
     act_order: bool = True
@@ -232,6 +235,7 @@ def describe(config: QuantConfig) -> str:
         outliers = f", outliers beyond {a.outliers:g} exact" if a.outliers else ""
         per = f"{a.group} columns of a {a.per}" if a.group else a.per
         parts.append(f"{a.dtype} activations, {scale} per {per}{outliers}")
+    parts += [f"{config.kv} KV caches"] * (config.kv is not None)
     return ", ".join(parts)
 
 

@@ -87,6 +87,15 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "progressive": True,
         "activations": _TOKEN8,
     },
+    # KV caches too.
+    "fp8-kv": {"weights": "fp8_row", "activations": _TOKEN_FP8, "kv": "fp8"},
+    "awq-int4-kv8": {
+        "weights": "int4_g128",
+        "scaling": "awq",
+        "symmetric": False,
+        "clip": True,
+        "kv": "int8",
+    },
     # GGUF's own types, which CPU kernels read.
     "q8_0": {"weights": "q8_0"},
     "q4_k": {"weights": "q4_k"},

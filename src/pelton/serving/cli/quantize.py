@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pelton.quant.config import QuantConfig
 
 #: Fields of a recipe that a flag gives as it is.
-_PLAIN = ("weights", "symmetric", "clip", "act_order", "alpha", "damping")
+_PLAIN = ("weights", "symmetric", "clip", "act_order", "kv", "alpha", "damping")
 
 
 @click.command(
@@ -46,6 +46,7 @@ Layers that are done are kept in OUTPUT.partial: the same command goes on there 
 @click.option("--symmetric/--asymmetric", default=None, help="Zero in the middle of each group's codes.")
 @click.option("--clip/--no-clip", default=None, help="Search smaller ranges of groups (AWQ's).")
 @click.option("--act-order/--no-act-order", default=None, help="GPTQ: large activations' columns first.")
+@click.option("--kv", type=click.Choice(["int8", "fp8"]), help="Type of KV caches, with measured scales.")
 @click.option("--damping", type=float, metavar="X", help="GPTQ: added to the Hessian's diagonal (0.01).")
 @click.option("--alpha", type=float, metavar="X", help="Scaling's exponent instead of a search.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Modules to leave as they are (repeatable).")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
+
+import numpy as np
 
 from pelton.dtypes import GROUP_SIZES
 from pelton.errors import ConfigError
@@ -46,6 +49,7 @@ def write_checkpoint(
     fmt: str = "compressed-tensors",
     *,
     activation_of: Callable[[str], ActivationQuant | None] | None = None,
+    kv_scales: Mapping[str, float] = MappingProxyType({}),
     max_shard: int = MAX_SHARD,
 ) -> None:
     """Write a Hugging Face folder ``out`` of ``base`` with ``tensors`` in place of its own.
@@ -53,7 +57,8 @@ def write_checkpoint(
     ``tensors``: Hugging Face names and values, dense or of block types (matrices of linear layers), taken one
     at a time and in any order; what they leave out comes from ``base``, blocks of GGUF files as float32.
     ``activation_of`` the weight's name, asked when it is written: how its input is quantised
-    (``config.activations`` where it is left out). ``fmt``: one of ``FORMATS``.
+    (``config.activations`` where it is left out). ``kv_scales``: tensors to add for caches of ``config.kv``.
+    ``fmt``: one of ``FORMATS``.
 
     ``out`` is there when everything is, or not at all. Raises ``ConfigError`` for types that the format does
     not have, ``CheckpointError`` when something is at ``out`` or it cannot be written.
@@ -84,6 +89,8 @@ def write_checkpoint(
                     writer.write(name, dense_part(kept))
                     if name.endswith(".weight") and len(kept.shape) == 2:
                         dense.append(name.removesuffix(".weight"))
+            for name, scale in kv_scales.items():
+                writer.write(name, Part("F32", np.array([scale], np.float32)))
         if "lm_head.weight" not in written | set(base.tensors):
             dense.append("lm_head")  # tied to the embeddings
         write_metadata(folder, base, form.config([m for m in dense if "embed" not in m]), dtype)
@@ -91,7 +98,7 @@ def write_checkpoint(
 
 def _format(fmt: str, config: QuantConfig, base: Checkpoint, dtype: str) -> Format:
     if fmt == "compressed-tensors":
-        return CompressedTensors()
+        return CompressedTensors(config.kv)
     if fmt == "gptq":
         widths = [info.shape[1] for info in base.tensors.values() if len(info.shape) == 2]
         fits = (size for size in reversed(GROUP_SIZES) if all(width % size == 0 for width in widths))

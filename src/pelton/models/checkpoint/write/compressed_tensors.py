@@ -22,7 +22,9 @@ class CompressedTensors:
 
     name = "compressed-tensors"
 
-    def __init__(self) -> None:
+    def __init__(self, kv: str | None = None) -> None:
+        """``kv``: type of KV caches (int8 or fp8), with one scale for each layer's keys and values."""
+        self._kv = kv
         self._modules: dict[str, dict[str, Any]] = {}
 
     def pack(self, module: str, tensor: HostTensor, activation: ActivationQuant | None) -> dict[str, Part]:
@@ -75,8 +77,13 @@ class CompressedTensors:
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": sorted(dense),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": None if self._kv is None else _kv_scheme(self._kv),
         }
+
+
+def _kv_scheme(kv: str) -> dict[str, Any]:
+    kind = "int" if kv == "int8" else "float"
+    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
 def _activation(activation: ActivationQuant | None) -> tuple[dict[str, Any] | None, float | None]:
