@@ -211,22 +211,13 @@ def _logprobs(flight: InFlight, tokens_N: Int32) -> list[TokenLogprobs | None] |
     if wanted_N is None or found is None:
         return None
     most = max(0, int(wanted_N.max()))
-    ids_Nk = np.concatenate([tokens_N[:, None], found.token_ids_Nk[:, :most]], axis=1)
-    logprobs_Nk = np.concatenate([found.chosen_N[:, None], found.logprobs_Nk[:, :most]], axis=1)
-    rows = zip(
-        map(tuple, ids_Nk.tolist()),
-        map(tuple, logprobs_Nk.tolist()),
-        found.ranks_N.tolist(),
-        strict=True,
-    )
-    all_N: list[TokenLogprobs | None] = [TokenLogprobs(ids, values, rank) for ids, values, rank in rows]
-    fewer = (wanted_N < most) | (tokens_N < 0)
-    for n in np.flatnonzero(fewer).tolist():
+    ids_kN = np.concatenate([tokens_N[None], found.token_ids_Nk[:, :most].T]).tolist()
+    logprobs_kN = np.concatenate([found.chosen_N[None], found.logprobs_Nk[:, :most].T]).tolist()
+    rows = zip(*ids_kN, strict=True), zip(*logprobs_kN, strict=True), found.ranks_N.tolist()
+    all_N: list[TokenLogprobs | None] = list(map(TokenLogprobs, *rows))
+    for n in np.flatnonzero((wanted_N < most) | (tokens_N < 0)).tolist():
         whole, count = all_N[n], int(wanted_N[n]) + 1
         assert whole is not None
-        all_N[n] = (
-            TokenLogprobs(whole.token_ids[:count], whole.logprobs[:count], whole.rank)
-            if count and tokens_N[n] >= 0
-            else None
-        )
+        fewer = TokenLogprobs(whole.token_ids[:count], whole.logprobs[:count], whole.rank)
+        all_N[n] = fewer if count and tokens_N[n] >= 0 else None
     return all_N

@@ -12,8 +12,6 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 
-import numpy as np
-
 from pelton.engine.artifact import Engine
 from pelton.engine.batch import ModelSession
 from pelton.engine.batch_sampling import ALL_EXCLUDED
@@ -227,15 +225,21 @@ class Executor:
         self._last_progress = time.monotonic()
         everyone = flight.step.everyone
         ids = everyone.request_ids if everyone is not None else [q.request_id for q in sampled.sequences]
-        updates: list[RequestUpdate | None] = [
-            RequestUpdate(request_id=request_id, new_token_ids=(token,))
-            for request_id, token in zip(ids, tokens, strict=True)
-        ]
         logprobs = sampled.logprobs_N
-        for n, found in enumerate(logprobs or ()):
-            if found is not None:
-                updates[n] = RequestUpdate(request_id=ids[n], new_token_ids=(tokens[n],), logprobs=(found,))
-        special = np.flatnonzero(sampled.special_N).tolist()
+        updates: list[RequestUpdate | None]
+        if logprobs is None:
+            updates = [
+                RequestUpdate(request_id=request_id, new_token_ids=(token,))
+                for request_id, token in zip(ids, tokens, strict=True)
+            ]
+        else:
+            updates = [
+                RequestUpdate(
+                    request_id=request_id, new_token_ids=(token,), logprobs=() if found is None else (found,)
+                )
+                for request_id, token, found in zip(ids, tokens, logprobs, strict=True)
+            ]
+        special = sampled.special_N.nonzero()[0].tolist()
         if not special:
             return updates  # type: ignore[return-value]
         for n in special:

@@ -35,7 +35,7 @@ class InputBatchBuilder:
             return self.build(step)
         n, positions_B = len(step.seats_B), step.starts_B
         seq_lens_B = positions_B + np.int32(1)
-        rows = np.flatnonzero(positions_B % self._block_size == 0)
+        rows = (positions_B % self._block_size == 0).nonzero()[0]
         if len(rows):
             seats, columns = step.seats_B[rows], positions_B[rows] // self._block_size
         groups = []

@@ -68,6 +68,7 @@ class KVCacheManager:
         assert len(groups) == len(num_blocks)
         self.block_size = block_size
         self.windows = tuple(group.window for group in groups)
+        self.slides = any(self.windows)
         self.num_columns = -(-max_seq_len // block_size)
         self.pools = tuple(
             BlockPool(n, (lambda blocks, g=g: poison(g, blocks)) if poison else None)  # type: ignore[misc]

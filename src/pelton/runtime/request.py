@@ -69,7 +69,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Separates prefix-cache users from one another."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position: the chosen token first, then the most likely ones."""
 
     token_ids: tuple[int, ...]
@@ -78,7 +78,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """1-based rank of the chosen token."""
 
 
-class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step added to a request."""
 
     request_id: str

@@ -161,7 +161,7 @@ class Scheduler:
             (tokens - counters[NUM_COMPUTED, at] != 1).any() or not self.seats.plain_S[at].all()
         ):
             return None
-        short = np.flatnonzero(tokens > counters[CAPACITY, at])
+        short = (tokens > counters[CAPACITY, at]).nonzero()[0]
         if len(short):
             if len(short) > min(pool.num_free for pool in self.kv.pools):
                 return None
@@ -300,7 +300,8 @@ class Scheduler:
             full = num_computed // self.kv.block_size
             if full > sequence.kv.num_indexed_blocks:
                 self.kv.index(sequence.kv, sequence.keys.upto(sequence.tokens, full), num_computed)
-        self.kv.release_slid(sequence.kv, num_computed)
+        if self.kv.slides:
+            self.kv.release_slid(sequence.kv, num_computed)
 
 
 def _order(sequence: Sequence) -> tuple[int, float, int]:

@@ -78,6 +78,12 @@ class DeviceEdits:
         self._tables: dict[str, Memory] = {}
         self._kept: Memory | None = None
         self._staging: dict[int, _Staging] = {}
+        self._unedited: npt.NDArray[np.int32] = np.full(rows, -1, np.int32)
+        f, self._kept_at = self._fields, C.c_uint64()
+        self._outs = [C.c_uint64() for _ in range(3)]
+        self._kernels["keep"].bind([self._logits, f["seat_N"], f["wanted"], self._kept_at])
+        given = self._logits, self._kept_at, f["seat_N"], f["wanted"], C.c_uint64(tokens)
+        self._kernels["logprobs"].bind([*given, *self._outs])
 
     def _make_tables(self, stream: Stream) -> None:
         words = mask_words(self._vocab)
@@ -116,10 +122,9 @@ class DeviceEdits:
         """Copies of the logits that log-probabilities are of."""
         if self._kept is None:
             self._kept = Memory(4 * self._rows * self._vocab)
+            self._kept_at.value = self._kept.address
         self._fields["wanted"].value = staging.put(len(_INTS) + len(_FLOATS), wanted_N)
-        kernel, f = self._kernels["keep"], self._fields
-        kernel.bind([self._logits, f["seat_N"], f["wanted"], C.c_uint64(self._kept.address)])
-        kernel.run(stream, rows, self._pieces)
+        self._kernels["keep"].run(stream, rows, self._pieces)
 
     def _begin(self, stream: Stream, edits: LogitsEdits, staging: _Staging) -> None:
         words, at = mask_words(self._vocab), 0
@@ -170,12 +175,10 @@ class DeviceEdits:
         staging, f = self._staged(slot), self._fields
         f["wanted"].value = staging.put(len(_INTS) + len(_FLOATS), inputs.logprobs_N)
         if inputs.edits is None:
-            f["seat_N"].value = staging.put(0, np.full(rows, -1, np.int32))
-        kept = C.c_uint64(self._kept.address if self._kept is not None else 0)
-        outs = [C.c_uint64(m.address) for m in (staging.values, staging.ranks, staging.ids)]
-        kernel = self._kernels["logprobs"]
-        kernel.bind([self._logits, kept, f["seat_N"], f["wanted"], C.c_uint64(self._tokens), *outs])
-        kernel.run(stream, rows)
+            f["seat_N"].value = staging.put(0, self._unedited)
+        for out, memory in zip(self._outs, (staging.values, staging.ranks, staging.ids), strict=True):
+            out.value = memory.address
+        self._kernels["logprobs"].run(stream, rows)
 
     def logprobs(self, slot: int, rows: int) -> StepLogprobs:
         """What ``after`` made; the step is over."""

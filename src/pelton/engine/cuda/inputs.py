@@ -133,7 +133,7 @@ class DeviceInputs:
         positions_B, size, count = batch.positions_T, self._block_size, 0
         staged.positions_B[:] = positions_B
         staged.seq_lens_B[:] = batch.groups[0].seq_lens_B
-        rows = np.flatnonzero(positions_B % size == 0)
+        rows = (positions_B % size == 0).nonzero()[0]
         cols = positions_B[rows] // size
         for g, group in enumerate(batch.groups):
             slots_B = group.slot_mapping_T
