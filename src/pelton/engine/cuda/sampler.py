@@ -66,6 +66,8 @@ class DeviceSampler:
         """Whose parameters ``_given`` has, the random numbers aside."""
         self._greedy: Float32 | None = None
         """Temperatures of the last step that drew nothing."""
+        self._cuts = self._chooses = False
+        """Whether a row of ``_held`` has top-k or top-p, or these or min-p."""
         self._parameters = [C.c_uint64(self._given.address + i * self._stride) for i in range(len(_FIELDS))]
         self._host_tokens = C.c_uint64()
         at = {name: C.c_uint64(memory.address) for name, memory in self._memory.items()}
@@ -97,10 +99,9 @@ class DeviceSampler:
         blocks = sampler_blocks(self._vocab, rows)
         self._scan.run(stream, blocks, rows)
         if draws:
-            cuts = (inputs.top_p_N < 1) | ((inputs.top_k_N > 0) & (inputs.top_k_N < self._vocab))
-            if cuts.any():
+            if self._cuts:
                 self._histogram.run(stream, blocks, rows)
-            if cuts.any() or inputs.min_p_N.any():
+            if self._chooses:
                 self._choose.run(stream, blocks, rows)
         self.edits.after(stream, inputs, rows, slot.index)
 
@@ -118,6 +119,10 @@ class DeviceSampler:
         held, first = self._held, 0
         if held is not None and all(getattr(held, name) is getattr(inputs, name) for name in _FIELDS[:-1]):
             first = len(_FIELDS) - 1
+        else:
+            cuts = (inputs.top_p_N < 1) | ((inputs.top_k_N > 0) & (inputs.top_k_N < self._vocab))
+            self._cuts = bool(cuts.any())
+            self._chooses = self._cuts or bool(inputs.min_p_N.any())
         for i in range(first, len(_FIELDS)):
             slot.parameter_arrays[i][:rows] = getattr(inputs, _FIELDS[i]).view(np.int32)
         start = first * self._stride
