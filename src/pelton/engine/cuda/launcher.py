@@ -28,29 +28,47 @@ from pelton.kernels.gpu.driver import (
 from pelton.kernels.launch import Argument, Term
 
 
+class _Grid:
+    """Programs along three axes; layers share theirs."""
+
+    def __init__(self, axes: tuple[tuple[Term, ...], ...]) -> None:
+        self._axes = axes
+        self._sizes: _Sizes | None = None
+        self._counts: tuple[int, ...] = ()
+
+    def of(self, sizes: _Sizes) -> tuple[int, ...]:
+        """For a step of these sizes; the same object until the counts change."""
+        if self._sizes is not sizes:
+            self._sizes = sizes
+            counts = [sum(term.value(sizes.dims) for term in axis) for axis in self._axes]
+            found = (*counts, *[1] * (3 - len(counts)))
+            if found != self._counts:
+                self._counts = found
+        return self._counts
+
+
 class _Sizes:
-    """A step's sizes, and the grids of its launches: layers share theirs."""
+    """A step's sizes."""
 
     def __init__(self, dims: Mapping[str, int]) -> None:
         self.dims = dims
-        self._grids: dict[tuple[tuple[Term, ...], ...], tuple[int, ...]] = {}
-
-    def grid(self, axes: tuple[tuple[Term, ...], ...]) -> tuple[int, ...]:
-        """Programs along three axes."""
-        found = self._grids.get(axes)
-        if found is None:
-            counts = [sum(term.value(self.dims) for term in axis) for axis in axes]
-            found = self._grids[axes] = (*counts, *[1] * (3 - len(axes)))
-        return found
 
 
 class _Bound:
     """One launch with its arguments in place."""
 
     def __init__(
-        self, function: Function, threads: int, shared: int, work: Launch, pointers: list[int]
+        self,
+        function: Function,
+        threads: int,
+        shared: int,
+        work: Launch,
+        grid: _Grid,
+        pointers: list[int],
     ) -> None:
-        self.work = work
+        self._grid = grid
+        self._counts: tuple[int, ...] = ()
+        self._stream: Stream | None = None
         self.function = function
         self.parameters = (C.c_void_p * len(pointers))(*pointers)
         self.config = LaunchConfig()
@@ -62,11 +80,13 @@ class _Bound:
             self.config.n_attributes = 1
 
     def run(self, stream: Stream, sizes: _Sizes) -> None:
-        grid = sizes.grid(self.work.grid)
+        grid = self._grid.of(sizes)
         if 0 in grid:  # a step may want no logits at all
             return
-        self.config.grid[:] = grid
-        self.config.stream = stream.handle
+        if self._counts is not grid or self._stream is not stream:
+            self._counts, self._stream = grid, stream
+            self.config.grid[:] = grid
+            self.config.stream = stream.handle
         launch(self.config, self.function.handle, self.parameters)
 
 
@@ -111,6 +131,7 @@ class Launcher:
         self._code = code
         self._dims: dict[str, C.c_int32] = {}
         self._keep: list[object] = []
+        self._grids: dict[tuple[tuple[Term, ...], ...], _Grid] = {}
         self._address_of = address_of
         self._workspace = workspace
         works = [
@@ -193,7 +214,8 @@ class Launcher:
                 f"{instruction.name} gives the kernel {kernel.name} arguments of {sizes} bytes, and it takes "
                 f"{wanted}; rebuild the engine"
             )
-        return _Bound(self._functions[work.kernel], kernel.threads, kernel.shared, work, pointers)
+        grid = self._grids.setdefault(work.grid, _Grid(work.grid))
+        return _Bound(self._functions[work.kernel], kernel.threads, kernel.shared, work, grid, pointers)
 
     def run(
         self,
