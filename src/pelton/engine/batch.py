@@ -26,7 +26,8 @@ class AttentionMetadata:
     slot_mapping_T: Int32
     """Where each token's K and V go: block * block_size + offset; -1: nowhere."""
     block_table_BM: Int32
-    """Blocks of each sequence in order, M = ceil(max_seq_len / block_size) columns, unused ones 0."""
+    """Blocks of each sequence in order, M = ceil(max_seq_len / block_size) columns. Unused ones are 0 as far
+    as the longest sequence reaches, and anything beyond."""
     cu_seqlens: Int32
     """(B+1,), starts with 0."""
     seq_lens_B: Int32

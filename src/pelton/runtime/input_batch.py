@@ -19,7 +19,7 @@ class InputBatchBuilder:
     def __init__(self, seats: Seats, *, block_size: int, max_num_tokens: int) -> None:
         self._seats = seats
         self._block_size = np.int32(block_size)
-        self._tables_GBM = np.empty_like(seats.tables_GSM)
+        self._tables_GBM = np.zeros_like(seats.tables_GSM)
         self._range: Int32 = np.arange(max(max_num_tokens, len(seats.generation_S)) + 1, dtype=np.int32)
         self._range.flags.writeable = False
         self._placeholders: Int32 = -1 - self._range
@@ -87,6 +87,7 @@ class InputBatchBuilder:
             in_place = isinstance(everyone.at, slice)
         else:
             in_place = bool(seats_B[0] == 0 and (seats_B == self._range[:num_seqs]).all())
+        columns = 1 + int(columns_T.max())
         groups = []
         for g, tables_SM in enumerate(seats.tables_GSM):
             slots_T = tables_SM[seats_T, columns_T] * self._block_size + places_T
@@ -96,7 +97,9 @@ class InputBatchBuilder:
                 slots_T[is_shared_T] = -1
             table_BM = tables_SM[:num_seqs]
             if not in_place:
-                table_BM = np.take(tables_SM, seats_B, axis=0, out=self._tables_GBM[g, :num_seqs])
+                # Of columns behind the longest sequence's the copy has whatever it had: they are not read.
+                table_BM = self._tables_GBM[g, :num_seqs]
+                np.take(tables_SM[:, :columns], seats_B, axis=0, out=table_BM[:, :columns], mode="clip")
             groups.append(
                 AttentionMetadata(
                     slot_mapping_T=slots_T,

@@ -103,7 +103,7 @@ class Scheduler:
             decoding, seats, i = self._decodes()
             starts = self.seats.counters_CS[NUM_COMPUTED, seats]
         else:
-            decoding, seats, i = everyone.sequences, everyone.seats_B, len(everyone.sequences)
+            decoding, seats, i = everyone.sequences, everyone.seats_B, len(self.running)
             starts = self.seats.counters_CS[NUM_COMPUTED, everyone.at]
             if isinstance(everyone.at, slice):
                 starts = starts.copy()
@@ -143,7 +143,7 @@ class Scheduler:
         )
 
     def _everyone(self, decoded: Everyone | None) -> Everyone | None:
-        """All who sit, their blocks allocated, if each is to get one token and nobody has to step back."""
+        """All who lack tokens, their blocks allocated, if each is to get one and nobody has to step back."""
         if not 0 < len(self.running) <= self.max_num_batched_tokens:
             return None
         newest = self.running[-1]
@@ -154,8 +154,13 @@ class Scheduler:
         everyone = self.seats.everyone
         counters, at = self.seats.counters_CS, everyone.at
         tokens = counters[NUM_TOKENS, at]
-        if (tokens > everyone.last_B).any():
-            return None
+        done = tokens > everyone.last_B
+        if done.any():  # their last tokens are being sampled
+            everyone = self.seats.set_aside(done)
+            if not everyone.sequences:
+                return None
+            at = everyone.at
+            tokens = counters[NUM_TOKENS, at]
         # Who decoded in the step before lacks one token again, and wants no other rows of logits.
         if everyone is not decoded and (
             (tokens - counters[NUM_COMPUTED, at] != 1).any() or not self.seats.plain_S[at].all()

@@ -88,18 +88,30 @@ class Seats:
         self._free = list(range(num_seats))
         self._sitting: dict[int, Sequence] = {}
         self._everyone: Everyone | None = None
+        self._aside: set[int] = set()
+        """Seats of those who have all their tokens, and leave when these are known."""
 
     @property
     def everyone(self) -> Everyone:
-        """Who sits, by seat; the same object until somebody comes or leaves."""
+        """Who sits and is not set aside, by seat; the same object until one comes, or one of them leaves."""
         if self._everyone is None:
-            seats = sorted(self._sitting)
+            seats = sorted(self._sitting.keys() - self._aside)
             self._everyone = Everyone(self, [self._sitting[s] for s in seats], np.array(seats, np.int32))
         return self._everyone
 
+    def set_aside(self, rows: npt.NDArray[np.bool_]) -> Everyone:
+        """``everyone`` from now on: without these, who have all their tokens, known or not."""
+        before, kept = self.everyone, (~rows).nonzero()[0]
+        self._aside.update(before.seats_B[rows].tolist())
+        sequences = [before.sequences[i] for i in kept.tolist()]
+        self._everyone = Everyone(self, sequences, before.seats_B[kept])
+        return self._everyone
+
     def still(self, everyone: Everyone) -> bool:
-        """Whether nobody has come or left since."""
-        return self._everyone is everyone
+        """Whether none of them has left."""
+        if self._everyone is everyone:
+            return True
+        return bool((self.generation_S[everyone.at] == everyone.generation_B).all())
 
     def take(self, sequence: Sequence) -> None:
         """Seat a sequence that holds no blocks."""
@@ -141,6 +153,9 @@ class Seats:
             table.blocks = table.blocks[:0]
         self.generation_S[seat] += 1
         del self._sitting[seat]
-        self._everyone = None
+        if seat in self._aside:
+            self._aside.remove(seat)
+        else:
+            self._everyone = None
         heapq.heappush(self._free, seat)
         sequence.seat = -1
