@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpu_available(), reason="n
 
 @pytest.mark.parametrize("vocab", [50, 257, 20000, 128256])
 def test_the_sampler_is_the_host_s(vocab: int) -> None:
-    assert check("cuda", vocab)
+    assert check("cuda", vocab, n=6 if vocab < 10000 else 2)  # the host's sorts take their time
 
 
 def test_inputs_are_laid_out() -> None:

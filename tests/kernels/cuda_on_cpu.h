@@ -163,6 +163,7 @@ inline int __float_as_int(float x) { return cpu::bits_of(x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
@@ -180,6 +181,8 @@ inline u32 shared_address(const void* pointer) { return (const unsigned char*)po
 inline void __syncthreads() { cpu::meet(cpu::block().meeting); }
 inline void __syncwarp() { cpu::meet(cpu::warp().meeting); }
 inline void cluster_sync() { cpu::meet(cpu::cluster); }
+inline void cluster_arrive() {}
+inline void cluster_wait() { cpu::meet(cpu::cluster); }
 inline void wait_for_previous() {}
 inline void launch_next() {}
 
@@ -204,6 +207,10 @@ inline bool __any_sync(u32 all, bool x) {
     for (int step = 16; step; step /= 2) x |= bool(__shfl_xor_sync(all, x, step));
     return x;
 }
+inline u32 __reduce_or_sync(u32 all, u32 x) {
+    for (int step = 16; step; step /= 2) x |= __shfl_xor_sync(all, x, step);
+    return x;
+}
 
 // Fibers change only where they meet.
 inline void __threadfence() {}
@@ -216,6 +223,20 @@ inline T atomicAdd(T* target, T x) {
 inline void atomicMin(int* target, int x) { *target = min(*target, x); }
 inline void atomicMax(int* target, int x) { *target = max(*target, x); }
 inline void atomicOr(u32* target, u32 x) { *target |= x; }
+
+// A barrier of one phase: the bytes that it still waits for.
+inline int& bytes_of(int rank, u32 barrier) { return *(int*)(cpu::blocks[rank].memory.data() + barrier); }
+inline void barrier_init(u32 barrier, u32) { bytes_of(cpu::now->block.x - cpu::first, barrier) = 0; }
+inline void barrier_init_fence() {}
+inline void barrier_expect(u32 barrier, u32 bytes) { bytes_of(cpu::now->block.x - cpu::first, barrier) += bytes; }
+inline void barrier_wait(u32 barrier, u32) {
+    while (bytes_of(cpu::now->block.x - cpu::first, barrier)) cpu::leave();
+}
+inline void send(float x, u32 address, u32 barrier, int rank) {
+    memcpy(cpu::blocks[rank].memory.data() + address, &x, 4);
+    bytes_of(rank, barrier) -= 4;
+}
+inline void prefetch(const void*) {}
 
 inline float load_of_block(u32 address, int rank) {
     float x;

@@ -29,8 +29,10 @@ ON_CPU = """
 template <class F> int run(int blocks, int rows, F body) {
     cpu::grid = {blocks, rows, 1};
     for (int n = 0; n < rows; ++n)
-        for (cpu::first = blocks - 1; cpu::first >= 0; --cpu::first)  // in an order of its own
+        for (int i = 0; i < blocks; ++i) {
+            cpu::first = blocks - 1 - i;  // in an order of its own
             if (!cpu::run(1, THREADS, 0, n, 0, body)) return 1;
+        }
     return 0;
 }
 """
@@ -59,8 +61,11 @@ class OnCpu:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "x.cpp").write_text(text)
             macros = [f"-D{name}={value}" for name, value in source.constants]
-            include = f"-I{Path(__file__).parent}"
-            command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", include, *macros]
+            folders = (Path(__file__).parent, (nvrtc.KERNELS / source.file).parent)
+            macros += [f"-I{folder}" for folder in folders]
+            # Libraries of one process would share their inline variables.
+            flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique"]
+            command = ["g++", *flags, *macros]
             subprocess.run([*command, "x.cpp", "-o", "x.so"], cwd=folder, check=True)
             self._library = C.CDLL(f"{folder}/x.so")
 

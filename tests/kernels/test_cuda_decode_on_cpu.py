@@ -64,6 +64,7 @@ def library(launch: LaunchSpec, folder: Path) -> Any:
         "-w",
         "-shared",
         "-fPIC",
+        "-fno-gnu-unique",  # libraries of one process would share their inline variables
         include,
         *macros,
         "decode.cpp",
