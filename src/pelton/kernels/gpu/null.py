@@ -1,7 +1,7 @@
 """A GPU that only moves bytes: the host's part of a GPU session, where there is none.
 
 Memory is the host's, copies happen at once and kernels do nothing, so tests see what reaches the device
-and ``benchmarks/host_steps.py`` times the host alone. ``kernels`` gives kernels by name a body in Python.
+and ``benchmarks/gpu_host_time.py`` times the host alone. ``kernels`` gives kernels by name a body in Python.
 """
 
 from __future__ import annotations
