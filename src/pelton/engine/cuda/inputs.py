@@ -24,9 +24,9 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class _Staged:
-    """Page-locked memory that holds a step of a run: of the run's next steps only these places change."""
+    """Page-locked memory that holds a step; of its run's next steps only these places change."""
 
-    run: DecodeRun
+    run: DecodeRun | None
     dims: Mapping[str, int]
     n: int
     """Header and values."""
@@ -97,26 +97,24 @@ class DeviceInputs:
         staged = self._staged.get(host.address)
         again = batch.run is not None and batch.run is self._run
         if again and staged is not None and staged.run is batch.run and staged.dims == dims:
-            n, pairs = staged.n, self._next(batch, staged)
+            self._write(batch, staged)
         else:
             whole: Int32 = host.array(np.int32)
-            at = self._pack(batch, dims, whole, decode)
-            n = at["end"]
-            pairs = self._changes(batch, whole[n:])
+            staged = self._place(batch, dims, whole, self._pack(batch, dims, whole, decode))
             self._staged.pop(host.address, None)
             if again:  # of a run's first step the token ids change too
-                self._staged[host.address] = self._keep(batch, dims, whole, at)
+                self._staged[host.address] = staged
+        n, pairs = staged.n, self._begun(batch, staged.pairs) if again else self._changes(batch, staged.pairs)
         self._run = batch.run
         self._n.value, self._ids.value, self._pairs.value = n - 2 * SEGMENTS, dims["T"], pairs
         self._packed.value = host.address
         self._kernel.run(stream, -(-max(n, pairs) // BLOCK))
 
-    def _keep(
+    def _place(
         self, batch: InputBatch, dims: Mapping[str, int], whole: Int32, at: Mapping[str, int]
     ) -> _Staged:
-        """What the run's next step through the same memory changes."""
-        assert batch.run is not None
-        rows = len(batch.positions_T)
+        """Where in page-locked memory lies what a run's next step changes."""
+        rows = len(batch.groups[0].seq_lens_B)
         slots = [at[f"slot_mapping.{g}"] for g in range(len(batch.groups))]
         return _Staged(
             run=batch.run,
@@ -128,18 +126,22 @@ class DeviceInputs:
             pairs=whole[at["end"] :],
         )
 
-    def _next(self, batch: InputBatch, staged: _Staged) -> int:
-        """A run's next step -> entries of block tables that are sent: those of tokens that begin a block."""
-        positions_B, size, count = batch.positions_T, self._block_size, 0
-        staged.positions_B[:] = positions_B
+    @staticmethod
+    def _write(batch: InputBatch, staged: _Staged) -> None:
+        """What a run's next step changes."""
+        staged.positions_B[:] = batch.positions_T
         staged.seq_lens_B[:] = batch.groups[0].seq_lens_B
+        for slots_B, group in zip(staged.slots_GB, batch.groups, strict=True):
+            slots_B[:] = group.slot_mapping_T
+
+    def _begun(self, batch: InputBatch, pairs: Int32) -> int:
+        """As ``_changes`` of a run's next step: entries of tokens that begin a block."""
+        positions_B, size, count = batch.positions_T, self._block_size, 0
         rows = (positions_B % size == 0).nonzero()[0]
-        cols = positions_B[rows] // size
-        for g, group in enumerate(batch.groups):
-            slots_B = group.slot_mapping_T
-            staged.slots_GB[g][:] = slots_B
-            if len(rows):
-                count = self._send(g, rows, cols, slots_B[rows] // size, staged.pairs, count)
+        if len(rows):
+            cols = positions_B[rows] // size
+            for g, group in enumerate(batch.groups):
+                count = self._send(g, rows, cols, group.slot_mapping_T[rows] // size, pairs, count)
         return count
 
     def _send(
