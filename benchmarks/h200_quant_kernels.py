@@ -29,7 +29,7 @@ from pelton.engine.resources import cores
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work
 from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.linear.packed import X_CODES, packed, unpacked
-from pelton.kernels.linear.packed_few import FewTiles, few
+from pelton.kernels.linear.packed_few import FewTiles, clusters_and_stages, few
 from pelton.kernels.linear.packed_many import ManyTiles, many
 from pelton.kernels.linear.packed_tiles import PackedTiles, unit_columns
 from pelton.kernels.linear.products import Form
@@ -79,10 +79,11 @@ def tiles_of(quant: str, m: int, n: int, k: int, *, gated: bool) -> Iterator[Pac
         yield PackedTiles(bm, p, base, units, programs, stages, warps)
 
 
-#: Warps, 16-row panels at a time, blocks of a multiprocessor: worth trying up to so many tokens.
+#: Splits, parts, panels of a part, blocks of a cluster: worth trying up to so many tokens.
 TRIED_FEW = {
-    8: ((16, 2, 1), (16, 4, 1), (8, 1, 2), (8, 2, 2), (8, 1, 3), (8, 2, 3)),
-    16: ((16, 2, 1), (16, 3, 1), (16, 4, 1), (8, 2, 2)),
+    1: ((16, 1, 3, 1), (16, 1, 2, 1), (16, 1, 1, 1), (8, 2, 1, 1)),
+    8: ((8, 2, 2, 4), (8, 2, 1, 4), (7, 2, 2, 4), (16, 1, 2, 2), (16, 1, 1, 2)),
+    16: ((8, 1, 2, 4), (8, 1, 1, 4), (4, 2, 2, 4), (4, 2, 1, 4)),
 }
 
 
@@ -94,9 +95,11 @@ def variants(quants: list[str], tokens: list[int], shapes: list[str], kinds: set
         floor = floor_us(quant, m, n, k)
         tried: list[tuple[dict[str, Any], tuple[Work, ...]]] = []
         if "few" in kinds and m <= 16:
-            for warps, batch, blocks in TRIED_FEW[8 if m <= 8 else 16]:
-                few_tiles = FewTiles(8 if m <= 8 else 16, warps, batch, blocks)
-                tried.append((asdict(few_tiles), (few(form, call, few_tiles),)))
+            held = next(t for t in TRIED_FEW if m <= t)
+            for splits, parts, batch, cluster in TRIED_FEW[held]:
+                few_tiles = FewTiles(tokens=held, splits=splits, parts=parts, batch=batch, cluster=cluster)
+                if clusters_and_stages(form, n // 2 if form.gated else n, k, quant, few_tiles)[1]:
+                    tried.append((asdict(few_tiles), (few(form, call, few_tiles),)))
         if "many" in kinds and m >= 16:
             for tokens_of_tile, groups in ((32, 2), (32, 3), (64, 2), (64, 3), (128, 2)):
                 if tokens_of_tile <= 2 * m and not (groups == 3 and form.gated and tokens_of_tile > 32):

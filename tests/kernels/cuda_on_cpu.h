@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -21,6 +22,7 @@ using std::min;
 
 #define DEVICE inline
 #define __align__(n)
+#define __restrict__
 #define __global__
 #define __launch_bounds__(n)
 #define __shared__ static  // of a cluster of one block
@@ -31,6 +33,9 @@ using std::min;
 struct int4 {
     int x, y, z, w;
 };
+struct uint4 {
+    u32 x, y, z, w;
+};
 struct float2 {
     float x, y;
 };
@@ -38,6 +43,7 @@ struct float4 {
     float x, y, z, w;
 };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace cpu {
@@ -52,6 +58,23 @@ struct Copy {
     void* target;
     const void* source;
 };
+// A barrier in shared memory, and what it has still to wait for; copies of bytes that one announces.
+struct Barrier {
+    int arrivals, left;
+    long bytes = 0;
+    u32 phase = 0;
+    void settle() {
+        if (left || bytes) return;
+        phase ^= 1;
+        left = arrivals;
+    }
+};
+struct Bulk {
+    u32 target;
+    const unsigned char* source;
+    u32 bytes, barrier;
+    int wait;
+};
 struct Warp {
     Meeting meeting;
     u64 shared[32][6];  // what its lanes give each other
@@ -59,7 +82,26 @@ struct Warp {
 struct Block {
     std::vector<unsigned char> memory;
     Meeting meeting;
+    std::map<u32, Meeting> named;
+    std::map<u32, Barrier> barriers;
+    std::vector<Bulk> bulk;
     std::vector<Warp> warps;
+
+    // Copies of bytes land in any order, some late.
+    void land() {
+        for (size_t i = 0; i < bulk.size();) {
+            Bulk& copy = bulk[i];
+            if (copy.wait-- > 0) {
+                ++i;
+                continue;
+            }
+            memcpy(memory.data() + copy.target, copy.source, copy.bytes);
+            Barrier& barrier = barriers.at(copy.barrier);
+            barrier.bytes -= copy.bytes;
+            barrier.settle();
+            bulk.erase(bulk.begin() + i);
+        }
+    }
 };
 constexpr int STACK = 1 << 16;
 struct Fiber {
@@ -68,6 +110,7 @@ struct Fiber {
     bool begun = false;
     std::unique_ptr<char[]> stack{new char[STACK]};
     bool done = false;
+    int cluster_turn = 0;
     Index thread, block;
     std::vector<Copy> open;
     std::vector<std::vector<Copy>> groups;
@@ -96,14 +139,18 @@ __attribute__((noinline)) inline void resume(Fiber& fiber) {
     setcontext(&fiber.context);
 }
 
-inline void meet(Meeting& meeting) {
+// The turn that this arrival belongs to.
+inline int arrive(Meeting& meeting) {
     const int turn = meeting.turn;
     if (++meeting.arrived == meeting.needed) {
         meeting.arrived = 0;
         ++meeting.turn;
-    } else {
-        while (meeting.turn == turn) leave();
     }
+    return turn;
+}
+inline void meet(Meeting& meeting) {
+    const int turn = arrive(meeting);
+    while (meeting.turn == turn) leave();
 }
 
 inline void begin() {
@@ -141,7 +188,10 @@ inline bool run(int n, int threads, int bytes, int y, int z, std::function<void(
             resume(f);
             left += !f.done;
         }
+        for (Block& b : blocks) b.land();
     }
+    for (const Block& b : blocks)
+        if (!b.bulk.empty()) return false;
     return true;
 }
 
@@ -158,6 +208,8 @@ inline u32 bits_of(float x) {
 
 }  // namespace cpu
 
+inline float __uint_as_float(u32 bits) { return cpu::of_bits(bits); }
+inline u32 __float_as_uint(float x) { return cpu::bits_of(x); }
 inline float __int_as_float(int bits) { return cpu::of_bits(bits); }
 inline int __float_as_int(float x) { return cpu::bits_of(x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
@@ -181,8 +233,10 @@ inline u32 shared_address(const void* pointer) { return (const unsigned char*)po
 inline void __syncthreads() { cpu::meet(cpu::block().meeting); }
 inline void __syncwarp() { cpu::meet(cpu::warp().meeting); }
 inline void cluster_sync() { cpu::meet(cpu::cluster); }
-inline void cluster_arrive() {}
-inline void cluster_wait() { cpu::meet(cpu::cluster); }
+inline void cluster_arrive() { cpu::now->cluster_turn = cpu::arrive(cpu::cluster); }
+inline void cluster_wait() {
+    while (cpu::cluster.turn == cpu::now->cluster_turn) cpu::leave();
+}
 inline void wait_for_previous() {}
 inline void launch_next() {}
 
@@ -224,18 +278,76 @@ inline void atomicMin(int* target, int x) { *target = min(*target, x); }
 inline void atomicMax(int* target, int x) { *target = max(*target, x); }
 inline void atomicOr(u32* target, u32 x) { *target |= x; }
 
-// A barrier of one phase: the bytes that it still waits for.
-inline int& bytes_of(int rank, u32 barrier) { return *(int*)(cpu::blocks[rank].memory.data() + barrier); }
-inline void barrier_init(u32 barrier, u32) { bytes_of(cpu::now->block.x - cpu::first, barrier) = 0; }
+inline void named_sync(u32 id, u32 threads) {
+    cpu::Meeting& meeting = cpu::block().named[id];
+    meeting.needed = threads;
+    cpu::meet(meeting);
+}
+inline void barrier_init(u32 at, u32 arrivals) { cpu::block().barriers[at] = {int(arrivals), int(arrivals)}; }
 inline void barrier_init_fence() {}
-inline void barrier_expect(u32 barrier, u32 bytes) { bytes_of(cpu::now->block.x - cpu::first, barrier) += bytes; }
-inline void barrier_wait(u32 barrier, u32) {
-    while (bytes_of(cpu::now->block.x - cpu::first, barrier)) cpu::leave();
+inline void barrier_expect(u32 at, u32 bytes) {
+    cpu::Barrier& barrier = cpu::block().barriers.at(at);
+    barrier.bytes += bytes;
+    --barrier.left;
+    barrier.settle();
+}
+inline void barrier_arrive(u32 at) { barrier_expect(at, 0); }
+inline void barrier_wait(u32 at, u32 parity) {
+    while (cpu::block().barriers.at(at).phase == parity) cpu::leave();
 }
 inline void send(float x, u32 address, u32 barrier, int rank) {
     memcpy(cpu::blocks[rank].memory.data() + address, &x, 4);
-    bytes_of(rank, barrier) -= 4;
+    cpu::Barrier& there = cpu::blocks[rank].barriers.at(barrier);
+    there.bytes -= 4;
+    there.settle();
 }
+inline void copy_bytes(u32 target, const unsigned char* source, u32 bytes, u32 barrier) {
+    if (target % 16 || bytes % 16 || u64(source) % 16) abort();
+    cpu::block().bulk.push_back({target, source, bytes, barrier, rand() % 50});
+}
+
+// Values in shared memory.
+template <typename T>
+inline T& shared_value(u32 at, int rank = cpu::now->block.x - cpu::first) {
+    auto& memory = cpu::blocks[rank].memory;
+    if (at % sizeof(T) || at + sizeof(T) > memory.size()) abort();
+    return *(T*)(memory.data() + at);
+}
+inline uint4 get_4(u32 at) { return shared_value<uint4>(at); }
+inline float2 get_2(u32 at) { return shared_value<float2>(at); }
+inline float get(u32 at) { return shared_value<float>(at); }
+inline u32 get_half(u32 at) { return shared_value<unsigned short>(at); }
+inline u32 get_byte(u32 at) { return shared_value<unsigned char>(at); }
+inline void put(u32 at, float v) { shared_value<float>(at) = v; }
+inline void put_4(u32 at, u32 x, u32 y, u32 z, u32 w) { shared_value<uint4>(at) = {x, y, z, w}; }
+inline void put_to(u32 at, int rank, float v) { shared_value<float>(at, rank) = v; }
+
+inline u32 __byte_perm(u32 a, u32 b, u32 selectors) {
+    const u64 bytes = u64(b) << 32 | a;
+    u32 y = 0;
+    for (int i = 0; i < 4; ++i) y |= (bytes >> (selectors >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return y;
+}
+template <typename T>
+inline T __ldg(const T* at) {
+    return *at;
+}
+inline u32 pack_bf16(float low, float high) { return pack(low, high); }
+inline u32 times(u32 a, u32 b) { return pack(to_float(a) * to_float(b), to_float(a >> 16) * to_float(b >> 16)); }
+inline u32 fma2(u32 a, u32 b, u32 c) {
+    return pack(fmaf(to_float(a), to_float(b), to_float(c)), fmaf(to_float(a >> 16), to_float(b >> 16), to_float(c >> 16)));
+}
+inline float of_half(u32 bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float x = exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
+    return bits & 0x8000 ? -x : x;
+}
+#ifdef HALF_SCALES
+inline float scale_of(u32 stored) { return HALF_SCALES ? of_half(stored) : cpu::of_bits(stored); }
+#endif
+inline float exp_fast(float x) { return expf(x); }
+#define __expf exp_fast
+
 inline void prefetch(const void*) {}
 
 inline float load_of_block(u32 address, int rank) {

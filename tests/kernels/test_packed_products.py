@@ -78,7 +78,13 @@ def test_sources_for_sm_90_compile(quant: str) -> None:
     if not nvrtc.available():
         pytest.skip("NVRTC is not here")
     gated = Form(gated=True, norm=3)
-    works = [few(gated, call(quant, 512, 256, norm=True, gated=True), FewTiles(8, 4, 2, 1))]
+    works = [
+        few(
+            gated,
+            call(quant, 512, 256, norm=True, gated=True),
+            FewTiles(tokens=8, splits=2, parts=2, batch=1, cluster=1),
+        )
+    ]
     works += many(Form(), call(quant, 256, 256), ManyTiles(64, 2), 64)
     works += many(Form(gated=True), call(quant, 512, 256, gated=True), ManyTiles(128, 2), 128)
     works += many(Form(norm=3), call(quant, 256, 256, norm=True), ManyTiles(32, 2), 32)[1:]
@@ -86,6 +92,8 @@ def test_sources_for_sm_90_compile(quant: str) -> None:
         works += many(gated, call(quant, 512, 256, norm=True, gated=True), ManyTiles(64, 2), 64, codes=True)[
             1:
         ]
+    tiles = FewTiles(tokens=16, splits=1, parts=2, batch=2, cluster=2)
+    works.append(few(Form(), call(quant, 256, 256), tiles))
     for work in works:
         source = work.kernel
         image = nvrtc.compile_file(source.file, "sm_90a", source.constants)

@@ -1,250 +1,427 @@
-// Products of a few tokens with a quantised matrix in the layout mma16 (gpu_layouts.py), bound by the memory that
+// Products of up to 16 tokens with a quantised matrix in the layout mma16 (gpu_layouts.py), bound by the memory that
 // holds the matrix; compute capability 9.0.
 //
-// A block takes every gridDim.x-th 16 rows of the weight (gated: of gate and up), BATCH at a time; its warps share
-// the columns. A lane's 16-byte loads are what it needs for its products, decoded in registers; a unit is 16 rows
-// and 128 columns, and a warp has BATCH units of the columns to come in registers while it multiplies. It
-// begins to load before the kernel ahead in the stream has ended, since weights are no kernel's result. The sums of
-// the warps meet in shared memory, so nothing is shared between blocks, and a row's sum has one order always.
+// A cluster of CLUSTER blocks takes every WORKERS-th 16 rows of the weight (gated: of gate and up), each block its
+// share of the columns. One warp copies codes and scales into a ring of STAGES; it begins before the kernel ahead in
+// the stream has ended, since weights are no kernel's result. SPLITS * PARTS warps multiply: a place of the ring has
+// SPLITS units of 128 columns, one for each split, of PARTS * BATCH panels, BATCH for each part. The sums of splits
+// meet in shared memory, those of a cluster in the shared memory of one of its blocks, in one order always.
 //
-// Constants: RESULTS results of INNER columns; TOKENS at most (8 or 16); WARPS, BATCH (16 rows, gated: of each half);
-// BLOCKS of a multiprocessor; X_UNITS (units of x that a warp has in shared memory: all of its own, or one at a time);
-// NORM (x passes an RMS norm first); BIAS, RESIDUAL (whether there is one); X_ROW, R_ROW (elements from row to row);
-// and decode.cuh's.
+// Codes are not converted: as the low bits of bfloat16 they are subnormal numbers, the code times 2^-133 (e4m3 and
+// e2m1, moved to bfloat16's exponent: times 2^-120 and 2^-126), which tensor cores multiply as any other. x, which a
+// block has in shared memory, is multiplied by 2^104 to make up for it; of codes in high nibbles, which stay where
+// they are, by 2^100. So |x| must be below 2^23. The zero point's part is the sum of x over the group.
+//
+// Constants: RESULTS results of INNER columns; TOKENS at most (rows of x; up to 16); SPLITS, PARTS, BATCH (16 rows,
+// gated: of each half); STAGES; CLUSTER; WORKERS (clusters); NORM (x passes an RMS norm first); BIAS, RESIDUAL
+// (whether there is one); X_ROW, R_ROW (elements from row to row); and decode.cuh's.
 #include "decode.cuh"
+#include "hopper.cuh"
+#include "shared.cuh"
 
-constexpr int UNIT = 128;
-constexpr int LOADS = EIGHT ? 4 : 2;  // of 16 bytes, of a lane in a unit
-constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0;  // sets of them in a unit
-constexpr int UNITS = INNER / UNIT, PANELS = RESULTS / 16;
-constexpr int HALVES = GATED ? 2 : 1, ROWS16 = BATCH * HALVES;  // 16-row panels of a batch
-constexpr int TILES = TOKENS / 8;
-constexpr int THREADS = WARPS * 32;
-constexpr bool RESIDENT = X_UNITS * WARPS >= UNITS;
-static_assert(INNER % UNIT == 0 && RESULTS % 16 == 0 && TOKENS % 8 == 0, "whole units");
+constexpr int UNIT = 128, UNITS = INNER / UNIT, OWN = UNITS / CLUSTER, STEPS = (OWN + SPLITS - 1) / SPLITS;
+constexpr int WARPS = SPLITS * PARTS, THREADS = WARPS * 32, TILES = (TOKENS + 7) / 8;
+constexpr int HALVES = GATED ? 2 : 1, EACH = PARTS * BATCH, PANELS = RESULTS / 16, ROWS16 = BATCH * HALVES;
+constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0, SETS = GROUP > 0 ? SCALES : 1;  // of a unit
+constexpr bool SHIFTED = ZERO || CODE == 2;  // signed bytes are taken as 128 more
+// Bytes of a unit; of what lies in shared memory, and where.
+constexpr u32 CODES = EIGHT ? 2048 : 1024, AREAS = SCALES * AREA;
+constexpr u32 STAGE_BYTES = EACH * HALVES * SPLITS * (CODES + AREAS);
+constexpr u32 X_STRIDE = OWN * UNIT * 2 + 16, TILE_BYTES = 128 * 4, TOKEN_BYTES = TILES * 8 * 4;
+constexpr int SLOTS = ((PANELS + WORKERS - 1) / WORKERS + CLUSTER - 1) / CLUSTER;  // panels that a block joins
+constexpr u32 X_AT = STAGES * STAGE_BYTES;
+constexpr u32 X_SUMS_AT = X_AT + TOKENS * X_STRIDE;
+constexpr u32 X_SQUARES_AT = X_SUMS_AT + (SHIFTED ? OWN * SETS * TOKEN_BYTES : 0);
+constexpr u32 SQUARES_AT = X_SQUARES_AT + (NORM ? OWN * TOKEN_BYTES : 0);
+constexpr u32 SUMS_AT = SQUARES_AT + CLUSTER * TOKEN_BYTES;
+constexpr u32 PARTS_AT = SUMS_AT + SPLITS * EACH * HALVES * TILES * TILE_BYTES;
+constexpr u32 BARRIERS_AT = PARTS_AT + (CLUSTER > 1 ? CLUSTER * SLOTS * HALVES * TILES * TILE_BYTES : 0);
+static_assert(INNER % UNIT == 0 && UNITS % CLUSTER == 0 && RESULTS % 16 == 0, "whole units and panels");
 
-DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+DEVICE void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
         "%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-DEVICE uint4 load_codes(const u8* at) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(at));
-    return v;
+// A word of codes: columns 2q and 2q + 1 of row g, then of row g + 8, as operands.
+DEVICE void operands(u32 word, bool high, u32& a, u32& b) {
+    if (CODE == 0 || CODE == 4) {
+        const u32 mask = high ? 0x00f000f0 : 0x000f000f;
+        a = __byte_perm(word, word, 0x1100) & mask;
+        b = __byte_perm(word, word, 0x3322) & mask;
+        if (CODE == 4) {  // the sign to bit 15, the rest to bits 6 to 8
+            a = (a * (high ? 0x0104 : 0x1040)) & 0x81c081c0;
+            b = (b * (high ? 0x0104 : 0x1040)) & 0x81c081c0;
+        }
+    } else if (CODE == 1) {
+        const u32 x = __byte_perm(word, 0, 0x1404), y = __byte_perm(word, 0, 0x3424);
+        a = (x & 0x80008000) | ((x >> 4) & 0x07f007f0);
+        b = (y & 0x80008000) | ((y >> 4) & 0x07f007f0);
+    } else {
+        const u32 s = CODE == 2 ? word ^ 0x80808080 : word;
+        a = __byte_perm(s, 0, 0x4140);
+        b = __byte_perm(s, 0, 0x4342);
+    }
+}
+constexpr u32 LOW_FACTOR = 0x73807380, HIGH_FACTOR = CODE == 0 ? 0x71807180 : LOW_FACTOR;  // 2^104, 2^100
+constexpr float BACK = CODE == 1 ? 65536.0f : CODE == 4 ? 4194304.0f : 536870912.0f;  // 2^16, 2^22, 2^29
+
+DEVICE u32 times(u32 a, u32 b) {
+    u32 y;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
 }
 
-// What a lane needs of 16 rows and 128 columns: codes and, of rows g and g + 8, scales and zero points as stored.
-struct Unit {
-    uint4 codes[LOADS];
-    u32 scales[SCALES ? SCALES : 1][2];
-    u32 zeros[SCALES ? SCALES : 1][2];
+DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void prefetch(const float* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-    DEVICE void load(const u8* panel, int unit, int lane) {
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) codes[i] = load_codes(panel + (unit * LOADS + i) * 512 + lane * 16);
-#pragma unroll
-        for (int s = 0; s < SCALES; ++s) {
-            const u8* area = panel + CODE_BYTES + (unit * SCALES + s) * AREA;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = lane / 4 + 8 * h;
-                scales[s][h] = HALF_SCALES ? __ldg((const u16*)area + row) : __ldg((const u32*)area + row);
-                if (ZERO) zeros[s][h] = __ldg(area + 16 * SCALE_BYTES + row);
-            }
+// The place in a ring.
+struct Ring {
+    u32 stage = 0, parity = 0;
+    DEVICE void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    packed(const u8* __restrict__ weight, const u16* __restrict__ x, const float* __restrict__ bias,
-           const u16* __restrict__ residual, const float* __restrict__ norm, u16* __restrict__ out, int tokens, float eps) {
-    // Sums of [warp][16-row panel][row][token]; of a norm, the tokens' sums of squares by warp; x of each warp.
-    extern __shared__ __align__(16) float sums[];
-    float* squares = sums + WARPS * ROWS16 * 16 * TOKENS;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    const int first = warp * UNITS / WARPS, last = (warp + 1) * UNITS / WARPS;
-    const int mine = (PANELS - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);  // panels of this block
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+struct Block {
+    u32 base;
+    int rank, cluster, mine;  // panels of the cluster
+    DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 16 * stage; }
+    DEVICE u32 empty(u32 stage) const { return full(stage) + 8; }
+    DEVICE int panel(int index) const { return cluster + index * WORKERS; }
+    DEVICE int batches() const { return (mine + EACH - 1) / EACH; }
+};
 
-    // Panel i of batch b; clamped where the batch is not full: its sums are dropped.
-    auto panel = [&](int b, int i) {
-        const int index = min(b * BATCH + i / HALVES, mine - 1);
-        const int p = int(blockIdx.x) + index * int(gridDim.x) + (i % HALVES) * PANELS;
-        return weight + p * PANEL_BYTES;
-    };
-    Unit units[ROWS16];
-#pragma unroll
-    for (int i = 0; i < ROWS16; ++i)
-        if (first < last) units[i].load(panel(0, i), first, lane);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-
-    const int batches = (mine + BATCH - 1) / BATCH;
-    // x of the warp's own columns: rows of 256 bytes a unit, whose 16-byte chunks are placed so that eight rows'
-    // are read from different banks. Resident, it is there for all batches; else a unit at a time.
-    const u32 x_at = u32(__cvta_generic_to_shared(squares + WARPS * TOKENS)) + warp * (X_UNITS * TOKENS * 256);
-    float square[TOKENS / 2];
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) square[i] = 0.0f;
-    auto load_x = [&](int unit, int slot, bool counts) {
-        const int chunk = lane % 16;
-        uint4 w[TOKENS / 2];
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) {
-            const int row = 2 * i + lane / 16;
-            w[i] = make_uint4(0, 0, 0, 0);
-            if (row < tokens) w[i] = *(const uint4*)(x + (long long)row * X_ROW + unit * UNIT + chunk * 8);
+// By one thread.
+DEVICE void copy(const Block& block, const u8* weight) {
+    Ring ring;
+    int filled = 0;
+    for (int b = 0; b < block.batches(); ++b) {
+        const int panels = min(EACH, block.mine - b * EACH);
+        for (int s = 0; s < STEPS; ++s, ++filled, ring.next()) {
+            if (filled >= STAGES) barrier_wait(block.empty(ring.stage), ring.parity ^ 1);
+            const int units = min(SPLITS, OWN - s * SPLITS), first = block.rank * OWN + s * SPLITS;
+            const u32 full = block.full(ring.stage);
+            barrier_expect(full, panels * HALVES * units * (CODES + AREAS));
+            u32 codes = block.base + ring.stage * STAGE_BYTES, areas = codes + EACH * HALVES * SPLITS * CODES;
+            for (int i = 0; i < panels * HALVES; ++i) {
+                const u8* from = weight + (block.panel(b * EACH + i / HALVES) + i % HALVES * PANELS) * PANEL_BYTES;
+                copy_bytes(codes, from + first * int(CODES), units * CODES, full);
+                if (AREAS) copy_bytes(areas, from + CODE_BYTES + first * int(AREAS), units * AREAS, full);
+                codes += SPLITS * CODES;
+                areas += SPLITS * AREAS;
+            }
         }
-        if (NORM) {
-            const float4 low = __ldg((const float4*)(norm + unit * UNIT) + 2 * chunk);
-            const float4 high = __ldg((const float4*)(norm + unit * UNIT) + 2 * chunk + 1);
+    }
+}
+
+// x to shared memory; the sums of groups, and of squares of 128 columns.
+DEVICE void prepare(const Block& block, const u16* x, const float* norm, int tokens) {
+    constexpr int CHUNKS = OWN * 16, TURNS = (CHUNKS * TOKENS + THREADS - 1) / THREADS;  // of 8 columns
+    constexpr int AT_ONCE = TURNS < 4 ? TURNS : 4;
+    const int columns = block.rank * OWN * UNIT;
+    for (int first = 0; first < CHUNKS * TOKENS; first += THREADS * AT_ONCE) {
+        uint4 w[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i) {
-                const float v[8] = {low_half(w[i].x), high_half(w[i].x), low_half(w[i].y), high_half(w[i].y),
-                                    low_half(w[i].z), high_half(w[i].z), low_half(w[i].w), high_half(w[i].w)};
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int i = first + j * THREADS + int(threadIdx.x), token = i / CHUNKS, chunk = i % CHUNKS;
+            w[j] = make_uint4(0, 0, 0, 0);
+            if (token < tokens) w[j] = *(const uint4*)(x + (long long)token * X_ROW + columns + chunk * 8);
+        }
 #pragma unroll
-                for (int j = 0; j < 8; ++j) square[i] += counts ? v[j] * v[j] : 0.0f;
-                w[i] = make_uint4(pack_bf16(v[0] * low.x, v[1] * low.y), pack_bf16(v[2] * low.z, v[3] * low.w),
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int i = first + j * THREADS + int(threadIdx.x), token = i / CHUNKS, chunk = i % CHUNKS;
+            float square = 0.0f, sum = 0.0f;
+            if (NORM) {
+                const float4 low = __ldg((const float4*)(norm + columns) + 2 * chunk);
+                const float4 high = __ldg((const float4*)(norm + columns) + 2 * chunk + 1);
+                const float v[8] = {low_half(w[j].x), high_half(w[j].x), low_half(w[j].y), high_half(w[j].y),
+                                    low_half(w[j].z), high_half(w[j].z), low_half(w[j].w), high_half(w[j].w)};
+#pragma unroll
+                for (int e = 0; e < 8; ++e) square += v[e] * v[e];
+                w[j] = make_uint4(pack_bf16(v[0] * low.x, v[1] * low.y), pack_bf16(v[2] * low.z, v[3] * low.w),
                                   pack_bf16(v[4] * high.x, v[5] * high.y), pack_bf16(v[6] * high.z, v[7] * high.w));
             }
-        }
+            const u32 words[4] = {w[j].x, w[j].y, w[j].z, w[j].w};
+            if (SHIFTED)
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) {
-            const int row = 2 * i + lane / 16;
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(x_at + slot * (TOKENS * 256) + row * 256 +
-                                                                          (chunk ^ row % 8) * 16),
-                         "r"(w[i].x), "r"(w[i].y), "r"(w[i].z), "r"(w[i].w)
-                         : "memory");
-        }
-    };
-    if (RESIDENT) {
-        for (int unit = first; unit < last; ++unit) load_x(unit, unit - first, true);
-        __syncwarp();
-    }
-    float d[ROWS16][TILES][4];
-    for (int b = 0; b < batches; ++b) {
+                for (int e = 0; e < 4; ++e) sum += low_half(words[e]) + high_half(words[e]);
 #pragma unroll
-        for (int i = 0; i < ROWS16; ++i)
-#pragma unroll
-            for (int t = 0; t < TILES; ++t)
-#pragma unroll
-                for (int j = 0; j < 4; ++j) d[i][t][j] = 0.0f;
-        for (int unit = first; unit < last; ++unit) {
-            if (!RESIDENT) {
-                __syncwarp();
-                load_x(unit, 0, b == 0);
-                __syncwarp();
+            for (int lanes = 1; lanes < 16; lanes *= 2) {
+                if (SHIFTED && lanes * SETS < 16) sum += __shfl_xor_sync(~0u, sum, lanes);
+                if (NORM) square += __shfl_xor_sync(~0u, square, lanes);
             }
-            // x as the products' second operand: of token g columns 16 step + 8 c + 2 q and the next.
-            u32 v[TILES][8][2];
+            if (token >= TOKENS) continue;
+            const u32 factor = chunk % 8 < 4 ? LOW_FACTOR : HIGH_FACTOR;
+            put_4(block.base + X_AT + token * X_STRIDE + chunk * 16, times(words[0], factor), times(words[1], factor),
+                  times(words[2], factor), times(words[3], factor));
+            if (SHIFTED && chunk * SETS % 16 == 0)
+                put(block.base + X_SUMS_AT + chunk * SETS / 16 * TOKEN_BYTES + token * 4, sum * (1.0f / BACK));
+            if (NORM && chunk % 16 == 0) put(block.base + X_SQUARES_AT + chunk / 16 * TOKEN_BYTES + token * 4, square);
+        }
+    }
+    named_sync(1, THREADS);
+    if (!NORM) return;
+    if (CLUSTER > 1) cluster_wait();
+    for (int token = threadIdx.x / 32; token < TOKENS; token += WARPS) {
+        float sum = 0.0f;
+        for (int u = threadIdx.x % 32; u < OWN; u += 32) sum += get(block.base + X_SQUARES_AT + u * TOKEN_BYTES + token * 4);
 #pragma unroll
-            for (int t = 0; t < TILES; ++t)
+        for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+        const int rank = threadIdx.x % 32;
+        if (rank < CLUSTER) put_to(block.base + SQUARES_AT + block.rank * TOKEN_BYTES + token * 4, rank, sum);
+    }
+}
+
+// One unit's part of BATCH panels, added to d.
+DEVICE void unit(const Block& block, u32 stage, int split, int part, int index, float (&d)[ROWS16][TILES][4]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const u32 first = part * ROWS16 * SPLITS + split, codes_at = block.base + stage * STAGE_BYTES;
+    const u32 areas_at = codes_at + EACH * HALVES * SPLITS * CODES;
+    uint4 codes[ROWS16][CODES / 512];
 #pragma unroll
-                for (int quarter = 0; quarter < 4; ++quarter) {
-                    const int row = t * 8 + lane % 8, chunk = quarter * 4 + lane / 8;
-                    const u32 slot = x_at + (RESIDENT ? unit - first : 0) * (TOKENS * 256);
-                    const u32 at = slot + row * 256 + (chunk ^ row % 8) * 16;
-                    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                                 : "=r"(v[t][2 * quarter][0]), "=r"(v[t][2 * quarter][1]), "=r"(v[t][2 * quarter + 1][0]),
-                                   "=r"(v[t][2 * quarter + 1][1])
-                                 : "r"(at)
-                                 : "memory");
-                }
-            const bool more = unit + 1 < last;
-            const int next_unit = more ? unit + 1 : first, next_batch = more ? b : b + 1;
+    for (int i = 0; i < ROWS16; ++i)
+#pragma unroll
+        for (int j = 0; j < int(CODES / 512); ++j)
+            codes[i][j] = get_4(codes_at + (first + i * SPLITS) * CODES + j * 512 + lane * 16);
+    constexpr int SPAN = GROUP > 0 ? GROUP / 32 : 4;  // quarters of a scale
+    float sums[ROWS16][TILES][4];
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        const int set = quarter / SPAN;
+        u32 x[TILES][4];
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+            const int row = t * 8 + (TOKENS < 8 ? min(lane % 8, TOKENS - 1) : lane % 8);
+            const u32 at = block.base + X_AT + row * X_STRIDE + index * (UNIT * 2) + quarter * 64 + lane / 8 * 16;
+            load_matrices(x[t], at);
+        }
+        if (quarter % SPAN == 0) {
+            float2 x_sum[TILES];
+            if (SHIFTED)
+#pragma unroll
+                for (int t = 0; t < TILES; ++t)
+                    x_sum[t] = get_2(block.base + X_SUMS_AT + (index * SETS + set) * TOKEN_BYTES + t * 32 + q * 8);
 #pragma unroll
             for (int i = 0; i < ROWS16; ++i) {
-                const Unit& now = units[i];
-                float part[TILES][4];
+                float less[2] = {-128.0f, -128.0f};
+                if (ZERO)
 #pragma unroll
-                for (int quarter = 0; quarter < 4; ++quarter) {
-                    constexpr int SPAN = GROUP > 0 && GROUP < UNIT ? GROUP / 32 : 4;  // quarters of a scale
-                    const int s = GROUP > 0 ? quarter / SPAN : 0;
-                    if (GROUP > 0 && quarter % SPAN == 0)
-#pragma unroll
-                        for (int t = 0; t < TILES; ++t) part[t][0] = part[t][1] = part[t][2] = part[t][3] = 0.0f;
-                    const u32 less[2] = {less_of(now.zeros[s][0]), less_of(now.zeros[s][1])};
-                    const uint4 codes = now.codes[EIGHT ? quarter : quarter / 2];
-                    const u32 nibble = EIGHT ? 0 : quarter % 2;
-                    u32 a[2][4];
-                    decode(codes.x, nibble, less, a[0][0], a[0][1]);
-                    decode(codes.y, nibble, less, a[0][2], a[0][3]);
-                    decode(codes.z, nibble, less, a[1][0], a[1][1]);
-                    decode(codes.w, nibble, less, a[1][2], a[1][3]);
-#pragma unroll
-                    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-                        for (int step = 0; step < 2; ++step)
-                            multiply(GROUP > 0 ? part[t] : d[i][t], a[step], v[t][quarter * 2 + step][0],
-                                     v[t][quarter * 2 + step][1]);
-                    if (GROUP > 0 && quarter % SPAN == SPAN - 1) {
-                        const float upper = scale_of(now.scales[s][0]), lower = scale_of(now.scales[s][1]);
-#pragma unroll
-                        for (int t = 0; t < TILES; ++t) {
-                            d[i][t][0] += upper * part[t][0];
-                            d[i][t][1] += upper * part[t][1];
-                            d[i][t][2] += lower * part[t][2];
-                            d[i][t][3] += lower * part[t][3];
-                        }
+                    for (int h = 0; h < 2; ++h) {
+                        const u32 at = areas_at + (first + i * SPLITS) * AREAS + set * AREA + 16 * SCALE_BYTES + g + 8 * h;
+                        less[h] = 8388608.0f - __uint_as_float(0x4b000000 | get_byte(at));
                     }
-                }
-                if (next_batch < batches) units[i].load(panel(next_batch, i), next_unit, lane);
+#pragma unroll
+                for (int t = 0; t < TILES; ++t)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        sums[i][t][2 * h] = SHIFTED ? less[h] * x_sum[t].x : 0.0f;
+                        sums[i][t][2 * h + 1] = SHIFTED ? less[h] * x_sum[t].y : 0.0f;
+                    }
             }
         }
+#pragma unroll
+        for (int i = 0; i < ROWS16; ++i) {
+            const uint4 w = codes[i][EIGHT ? quarter : quarter / 2];
+            const bool high = !EIGHT && quarter % 2 == 1;
+            u32 a[2][4];
+            operands(w.x, high, a[0][0], a[0][1]);
+            operands(w.y, high, a[0][2], a[0][3]);
+            operands(w.z, high, a[1][0], a[1][1]);
+            operands(w.w, high, a[1][2], a[1][3]);
+#pragma unroll
+            for (int step = 0; step < 2; ++step)
+#pragma unroll
+                for (int t = 0; t < TILES; ++t) product(sums[i][t], a[step], x[t][2 * step], x[t][2 * step + 1]);
+        }
+        if (quarter % SPAN != SPAN - 1) continue;
+#pragma unroll
+        for (int i = 0; i < ROWS16; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float scale = 1.0f;
+                if (GROUP > 0) {
+                    const u32 at = areas_at + (first + i * SPLITS) * AREAS + set * AREA + (g + 8 * h) * SCALE_BYTES;
+                    scale = HALF_SCALES ? scale_of(get_half(at)) : get(at);
+                }
+#pragma unroll
+                for (int t = 0; t < TILES; ++t) {
+                    d[i][t][2 * h] += scale * sums[i][t][2 * h];
+                    d[i][t][2 * h + 1] += scale * sums[i][t][2 * h + 1];
+                }
+            }
+    }
+}
 
-        float* own = sums + warp * (ROWS16 * 16 * TOKENS);
+// Sums lie as the tensor core's results do: tiles of 16 rows by 8 tokens, of whose 128 elements a lane has four.
+DEVICE int row_of(int element) { return element / 16 % 8 + element / 2 % 2 * 8; }
+DEVICE int token_of(int element) { return element / 128 % TILES * 8 + element / 4 % 4 * 2 + element % 2; }
+
+struct Results {
+    const u8* weight;
+    const float* bias;
+    const u16* residual;
+    u16* out;
+    int tokens;
+    float eps;
+
+    DEVICE float added(int panel, int element) const {
+        const int m = token_of(element);
+        return RESIDUAL && m < tokens ? low_half(residual[(long long)m * R_ROW + panel * 16 + row_of(element)]) : 0.0f;
+    }
+
+    // `y`: the sums of gate and up.
+    DEVICE void finish(const Block& block, int panel, int element, float (&y)[HALVES], float addend) const {
+        const int m = token_of(element), row = row_of(element), n = panel * 16 + row;
+        if (m >= tokens) return;
+        float factor = BACK;
+        if (NORM) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int rank = 0; rank < CLUSTER; ++rank) squares += get(block.base + SQUARES_AT + rank * TOKEN_BYTES + m * 4);
+            factor *= rsqrtf(squares / INNER + eps);
+        }
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            y[h] *= factor;
+            if (GROUP == 0) y[h] *= __ldg((const float*)(weight + (panel + h * PANELS) * PANEL_BYTES + CODE_BYTES) + row);
+            if (BIAS) y[h] += bias[h * RESULTS + n];
+        }
+        // Rounded as the product's own result would be.
+        float v = GATED ? activate(rounded(y[0])) * rounded(y[HALVES - 1]) : y[0];
+        if (RESIDUAL) v += addend;
+        out[(long long)m * RESULTS + n] = u16(pack_bf16(v, 0.0f));
+    }
+};
+
+DEVICE void compute(const Block& block, const Results& results) {
+    const int warp = threadIdx.x / 32, split = warp % SPLITS, part = warp / SPLITS, lane = threadIdx.x % 32;
+    constexpr int ELEMENTS = EACH * TILES * 128, TURNS = (ELEMENTS + THREADS - 1) / THREADS;
+    float d[ROWS16][TILES][4];
+    Ring ring;
+    for (int b = 0; b < block.batches(); ++b) {
+        float addend[TURNS];
+#pragma unroll
+        for (int j = 0; j < TURNS; ++j) {
+            const int i = j * THREADS + threadIdx.x, index = b * EACH + i / (TILES * 128);
+            addend[j] = CLUSTER == 1 && i < ELEMENTS && index < block.mine ? results.added(block.panel(index), i) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS16; ++i)
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) d[i][t][0] = d[i][t][1] = d[i][t][2] = d[i][t][3] = 0.0f;
+        for (int s = 0; s < STEPS; ++s) {
+            barrier_wait(block.full(ring.stage), ring.parity);
+            if (OWN % SPLITS == 0 || s * SPLITS + split < OWN) unit(block, ring.stage, split, part, s * SPLITS + split, d);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(block.empty(ring.stage));
+            ring.next();
+        }
+        const u32 own = block.base + SUMS_AT + (split * EACH * HALVES + part * ROWS16) * (TILES * TILE_BYTES) + lane * 16;
 #pragma unroll
         for (int i = 0; i < ROWS16; ++i)
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
+                put_4(own + (i * TILES + t) * TILE_BYTES, __float_as_uint(d[i][t][0]), __float_as_uint(d[i][t][1]),
+                      __float_as_uint(d[i][t][2]), __float_as_uint(d[i][t][3]));
+        named_sync(1, THREADS);
+        if (CLUSTER > 1 && !NORM && b == 0) cluster_wait();
 #pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    *(float2*)(own + (i * 16 + g + 8 * h) * TOKENS + t * 8 + 2 * q) =
-                        make_float2(d[i][t][2 * h], d[i][t][2 * h + 1]);
-        if (NORM && b == 0) {
-#pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i) {
-#pragma unroll
-                for (int j = 8; j > 0; j /= 2) square[i] += __shfl_xor_sync(~0u, square[i], j);
-                if (lane % 16 == 0) squares[warp * TOKENS + 2 * i + lane / 16] = square[i];
-            }
-        }
-        __syncthreads();
-        const int full = min(BATCH, mine - b * BATCH);
-        // Neighbouring threads have neighbouring rows of a token.
-        for (int index = threadIdx.x; index < full * 16 * tokens; index += THREADS) {
-            const int row = index % 16, i = index / 16 % full, m = index / 16 / full;
-            const int p = int(blockIdx.x) + (b * BATCH + i) * int(gridDim.x), n = p * 16 + row;
+        for (int j = 0; j < TURNS; ++j) {
+            const int i = j * THREADS + threadIdx.x, local = i / (TILES * 128), index = b * EACH + local;
+            if (i >= ELEMENTS || index >= block.mine || token_of(i) >= results.tokens) continue;
             float y[HALVES];
 #pragma unroll
             for (int h = 0; h < HALVES; ++h) {
-                const float* at = sums + ((i * HALVES + h) * 16 + row) * TOKENS + m;
+                const u32 at = block.base + SUMS_AT + ((local * HALVES + h) * TILES * 128 + i % (TILES * 128)) * 4;
                 y[h] = 0.0f;
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) y[h] += at[w * (ROWS16 * 16 * TOKENS)];
-                if (GROUP == 0)
-                    y[h] *= __ldg((const float*)(weight + (p + h * PANELS) * PANEL_BYTES + CODE_BYTES) + row);
+                for (int w = 0; w < SPLITS; ++w) y[h] += get(at + w * EACH * HALVES * TILES * TILE_BYTES);
+                if (CLUSTER > 1)
+                    put_to(block.base + PARTS_AT + (((block.rank * SLOTS + index / CLUSTER) * HALVES + h) * TILES * 128 +
+                                                    i % (TILES * 128)) * 4,
+                           index % CLUSTER, y[h]);
             }
-            if (NORM) {
-                float sum = 0.0f;
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w) sum += squares[w * TOKENS + m];
-                const float scale = rsqrtf(sum / INNER + eps);
-#pragma unroll
-                for (int h = 0; h < HALVES; ++h) y[h] *= scale;
-            }
-            if (BIAS)
-#pragma unroll
-                for (int h = 0; h < HALVES; ++h) y[h] += bias[h * RESULTS + n];
-            // Rounded as the product's own result would be.
-            float v = GATED ? activate(rounded(y[0])) * rounded(y[HALVES - 1]) : y[0];
-            if (RESIDUAL) v += low_half(residual[(long long)m * R_ROW + n]);
-            out[(long long)m * RESULTS + n] = u16(pack_bf16(v, 0.0f));
+            if (CLUSTER == 1) results.finish(block, block.panel(index), i, y, addend[j]);
         }
-        __syncthreads();
+        if (b + 1 < block.batches()) named_sync(1, THREADS);
+    }
+}
+
+// Of the panels whose parts lie in this block's shared memory.
+DEVICE void join(const Block& block, const Results& results) {
+    constexpr int ELEMENTS = SLOTS * TILES * 128, TURNS = (ELEMENTS + THREADS - 1) / THREADS;
+    float addend[TURNS];
+#pragma unroll
+    for (int j = 0; j < TURNS; ++j) {
+        const int i = j * THREADS + threadIdx.x, index = i / (TILES * 128) * CLUSTER + block.rank;
+        addend[j] = i < ELEMENTS && index < block.mine ? results.added(block.panel(index), i) : 0.0f;
+    }
+    cluster_wait();
+#pragma unroll
+    for (int j = 0; j < TURNS; ++j) {
+        const int i = j * THREADS + threadIdx.x, slot = i / (TILES * 128), index = slot * CLUSTER + block.rank;
+        if (i >= ELEMENTS || index >= block.mine) continue;
+        float y[HALVES];
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            y[h] = 0.0f;
+#pragma unroll
+            for (int rank = 0; rank < CLUSTER; ++rank)
+                y[h] += get(block.base + PARTS_AT + (((rank * SLOTS + slot) * HALVES + h) * TILES * 128 + i % (TILES * 128)) * 4);
+        }
+        results.finish(block, block.panel(index), i, y, addend[j]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+        packed(const u8* __restrict__ weight, const u16* __restrict__ x, const float* __restrict__ bias,
+               const u16* __restrict__ residual, const float* __restrict__ norm, u16* __restrict__ out, int tokens,
+               float eps) {
+    extern __shared__ __align__(128) u8 memory[];
+    const int cluster = blockIdx.x / CLUSTER;
+    const Block block{shared_address(memory), int(blockIdx.x % CLUSTER), cluster, (PANELS - cluster + WORKERS - 1) / WORKERS};
+    if (threadIdx.x == THREADS) {
+        for (u32 i = 0; i < STAGES; ++i) {
+            barrier_init(block.full(i), 1);
+            barrier_init(block.empty(i), WARPS);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (CLUSTER > 1) cluster_arrive();
+    if (threadIdx.x >= THREADS) {
+        if (threadIdx.x == THREADS) {
+            launch_next();
+            copy(block, weight);
+        }
+        __syncwarp();
+        if (CLUSTER > 1) {
+            cluster_wait();
+            cluster_arrive();
+            cluster_wait();
+        }
+        wait_for_previous();
+    } else {
+        if (NORM)
+            for (int i = threadIdx.x * 32; i < OWN * UNIT; i += THREADS * 32)
+                prefetch(norm + block.rank * OWN * UNIT + i);
+        wait_for_previous();
+        const Results results{weight, bias, residual, out, tokens, eps};
+        prepare(block, x, norm, tokens);
+        compute(block, results);
+        if (CLUSTER > 1) {
+            __syncwarp();
+            cluster_arrive();
+            join(block, results);
+        }
     }
 }

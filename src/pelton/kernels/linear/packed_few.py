@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from pelton.dtypes import GPU_BLOCK_TYPES
 from pelton.kernels.gated_activation.cuda import KINDS
+from pelton.kernels.gpu_layouts import PANEL
 from pelton.kernels.launch import CallSpec, CudaBuilder, LaunchSpec, Term, Work
 from pelton.kernels.linear.packed import LAYOUT, type_constants
 from pelton.kernels.linear.products import Form, Product
@@ -15,34 +17,75 @@ from pelton.kernels.tactic import NodeSpec, Tactic
 FILE = "linear/packed.cu"
 #: Columns that a warp takes at a time.
 UNIT = 128
-#: Of a multiprocessor, for its blocks.
-_SHARED = 227 << 10
 #: Values of the constants GATED and CODE.
 _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+_EIGHT = ("e4m3", "s8", "u8")
 _CODES = {"u4": 0, "e4m3": 1, "s8": 2, "u8": 3, "e2m1": 4}
 #: Largest numbers of tokens that have a kernel.
-FEW_STEPS = (8, 16)
+FEW_STEPS = (1, 4, 8, 16)
+#: Bytes of shared memory of a block: no two fit into a multiprocessor, as ``hopper.py`` says.
+_SHARED = 200 << 10
+_MOST_STAGES = 16
+#: Bytes of x that a block holds.
+_MOST_X = 120 << 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FewTiles:
-    """Tokens; warps of a block, 16 rows (gated: of each half) at a time, blocks of a multiprocessor."""
+    """How a product's blocks are laid out; ``packed.cu`` says what each number is."""
 
     tokens: int
-    warps: int
+    splits: int
+    parts: int
     batch: int
-    blocks: int
+    cluster: int
+    shared: int = _SHARED
+    """Bytes of shared memory of a block: what the rest leaves is the ring's."""
 
 
-def few_tiles(n: int, k: int, tokens: int, gated: bool, quant: str) -> FewTiles:
-    """For ``n`` results of each of up to ``tokens``; measured on an H200 (``h200_quant_kernels.py``)."""
-    short = n <= 2 * 16 * PROCESSORS  # two panels of a multiprocessor at most
-    if tokens > 8:
-        return FewTiles(16, 16, 2 if short else 3, 1)
-    eight = type_constants(quant)["CODE"] in ("e4m3", "s8", "u8")
-    if gated and eight:
-        return FewTiles(8, 8, 2, 2)
-    return FewTiles(8, 16, 2, 1) if short and not gated else FewTiles(8, 8, 1, 3)
+def few_tiles(n: int, k: int, tokens: int, gated: bool) -> FewTiles:
+    """For ``n`` results of each of up to ``tokens``; measured on an H200 (``h200_chain.py``)."""
+    units, panels = k // UNIT, n // PANEL
+    held = tokens if tokens <= 8 else 16
+
+    def cluster_of(enough: Callable[[int], bool]) -> int:
+        """The smallest that is enough, or the largest that divides the columns."""
+        sizes = [c for c in (1, 2, 4, 8) if units % c == 0]
+        return next((c for c in sizes if enough(c)), sizes[-1])
+
+    # Every block reads its share of x, which takes as long as as many bytes of the weight.
+    cluster = cluster_of(lambda c: tokens <= 4 or c >= 4)
+    cluster = max(cluster, cluster_of(lambda c: 2 * held * k // c <= _MOST_X))
+    cluster = max(cluster, cluster_of(lambda c: panels * 2 * c > PROCESSORS))
+    own, each = units // cluster, -(-panels // (PROCESSORS // cluster))
+    batch = 1 if gated else 3 if each == 3 and tokens == 1 else min(each, 2)
+    parts = 2 if tokens > 4 and each >= 2 * batch else 1
+    # Columns of a turn: as few turns as 16 warps allow, then as few warps as make so many.
+    turns = -(-own // (16 // parts))
+    return FewTiles(tokens=held, splits=-(-own // turns), parts=parts, batch=batch, cluster=cluster)
+
+
+def clusters_and_stages(form: Form, n: int, k: int, quant: str, tiles: FewTiles) -> tuple[int, int]:
+    """Clusters of blocks, of which all but the last have as many panels; stages of their rings: as many as fit,
+    or as there is work for, none where not one fits."""
+    halves, kind = 2 if form.gated else 1, type_constants(quant)
+    panels, own, group = n // PANEL, k // UNIT // tiles.cluster, int(kind["GROUP"])
+    each = -(-panels // (PROCESSORS // tiles.cluster))
+    sets = UNIT // group if group else 1
+    area = PANEL * ((2 if kind["SCALE"] == "float16" else 4) + int(kind["ZERO"])) if group else 0
+    codes = 2048 if kind["CODE"] in _EIGHT else 1024
+    rows16 = tiles.parts * tiles.batch * halves
+    stage = rows16 * tiles.splits * (codes + sets * area)
+    token_tiles = -(-tiles.tokens // 8)
+    # x, its sums by group and of squares; sums of splits, of the cluster.
+    besides = tiles.tokens * (own * UNIT * 2 + 16)
+    besides += 32 * token_tiles * (own * (sets + int(form.norm is not None)) + tiles.cluster)
+    besides += 512 * token_tiles * tiles.splits * rows16
+    if tiles.cluster > 1:
+        besides += 512 * token_tiles * tiles.cluster * -(-each // tiles.cluster) * halves
+    turns = -(-each // (tiles.parts * tiles.batch)) * -(-own // tiles.splits)
+    stages = min(_MOST_STAGES, turns, (tiles.shared - besides - 16 * _MOST_STAGES) // stage)
+    return -(-panels // each), stages
 
 
 def code_constants(quant: str, activation: str) -> dict[str, int]:
@@ -66,21 +109,20 @@ def few(form: Form, call: CallSpec, tiles: FewTiles) -> LaunchSpec:
         b = b.nothing() if index is None else b.input(index)
     b.output().dim(p.x.shape[0]).number(float(call.attrs.get("eps", 0.0)))
     assert p.x.strides[0] % 8 == 0 or p.x.shape[0] == 1, "rows begin at multiples of 16 bytes"
-    sums = 4 * tiles.warps * tiles.tokens * (tiles.batch * (2 if form.gated else 1) * 16 + 1)
-    unit = tiles.warps * tiles.tokens * 2 * UNIT
-    all_units = -(-p.k // UNIT // tiles.warps)
-    resident = tiles.blocks * (sums + unit * all_units + 1024) <= _SHARED
-    x_units = all_units if resident else 1
+    clusters, stages = clusters_and_stages(form, p.n, p.k, p.weight.quant, tiles)
+    assert stages, f"{tiles} does not fit"
     return b.launch(
-        (Term(times=min(tiles.blocks * PROCESSORS, p.n // 16)),),
+        (Term(times=clusters * tiles.cluster),),
         constants={
             "RESULTS": p.n,
             "INNER": p.k,
             "TOKENS": tiles.tokens,
-            "WARPS": tiles.warps,
+            "SPLITS": tiles.splits,
+            "PARTS": tiles.parts,
             "BATCH": tiles.batch,
-            "BLOCKS": tiles.blocks,
-            "X_UNITS": x_units,
+            "STAGES": stages,
+            "CLUSTER": tiles.cluster,
+            "WORKERS": clusters,
             "NORM": int(form.norm is not None),
             "BIAS": int(bias),
             "RESIDUAL": int(form.residual is not None),
@@ -88,8 +130,8 @@ def few(form: Form, call: CallSpec, tiles: FewTiles) -> LaunchSpec:
             "R_ROW": 0 if form.residual is None else call.input(form.residual).strides[0],
             **code_constants(p.weight.quant, p.kind),
         },
-        threads=32 * tiles.warps,
-        shared=sums + unit * x_units,
+        threads=32 * (tiles.splits * tiles.parts + 1),
+        shared=tiles.shared,
         suffix="a",
         dependent=True,
     )
@@ -112,7 +154,7 @@ def supports_few(form: Form, node: NodeSpec) -> bool:
         and all(t is not None and t.dtype == "bfloat16" for t in rows)
         and kind["CODE"] in _CODES
         and kind["SCALE"] in ("float16", "float32")
-        and int(weight.shape[0]) % (16 * halves) == 0
+        and int(weight.shape[0]) % (PANEL * halves) == 0
         and int(weight.shape[1]) % UNIT == 0
         and (not form.gated or node.attrs["kind"] in KINDS)
     )
@@ -121,21 +163,33 @@ def supports_few(form: Form, node: NodeSpec) -> bool:
 def few_tactics(op: str, form: Form) -> list[Tactic]:
     """The tactics of ``op``."""
 
-    def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-        p = Product(form, call, max_tokens)
-        return (few(form, call, few_tiles(p.n, p.k, max_tokens, form.gated, p.weight.quant)),)
+    def tactic(tokens: int) -> Tactic:
+        def tiles(n: int, k: int, max_tokens: int) -> FewTiles:
+            return few_tiles(n, k, max_tokens, form.gated)
 
-    tactic = Tactic(
-        name=f"cuda.{op}.packed_few",
-        op=op,
-        device="cuda",
-        supports=lambda node: supports_few(form, node),
-        priority=45,
-        precision="bfloat16",
-        sm=90,
-        weight_layouts={1: LAYOUT},
-        launches=launches,
-    )
-    # Gated, sixteen tokens are faster in tiles of 64 rows.
-    steps = FEW_STEPS[:1] if form.gated else FEW_STEPS
-    return [replace(tactic, name=f"{tactic.name}{m}", largest_tokens=m) for m in steps]
+        def supports(node: NodeSpec) -> bool:
+            if not supports_few(form, node):
+                return False
+            weight = node.inputs[1]
+            assert weight is not None
+            n, k = int(weight.shape[0]) // (2 if form.gated else 1), int(weight.shape[1])
+            return clusters_and_stages(form, n, k, weight.quant, tiles(n, k, tokens))[1] > 0
+
+        def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+            p = Product(form, call, max_tokens)
+            return (few(form, call, tiles(p.n, p.k, max_tokens)),)
+
+        return Tactic(
+            name=f"cuda.{op}.packed_few{tokens}",
+            op=op,
+            device="cuda",
+            supports=supports,
+            priority=45,
+            precision="bfloat16",
+            sm=90,
+            largest_tokens=tokens,
+            weight_layouts={1: LAYOUT},
+            launches=launches,
+        )
+
+    return [tactic(tokens) for tokens in FEW_STEPS]

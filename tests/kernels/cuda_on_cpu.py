@@ -1,0 +1,46 @@
+"""Kernels in CUDA C++ as C++ for this machine, their PTX emulated (``cuda_on_cpu.h``)."""
+
+from __future__ import annotations
+
+import ctypes as C
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from pelton.kernels.gpu.nvrtc import KERNELS
+from pelton.kernels.launch import CudaSource, LaunchSpec
+
+#: Functions of one PTX instruction are the header's.
+_FUNCTION = re.compile(
+    r"(?:template <[^>]*>\n)?DEVICE \w+ (\w+)\([^{;]*\) \{.*?(?:^\}\n|\}\n(?=\n|#|//|DEVICE))", re.S | re.M
+)
+
+
+def library(launch: LaunchSpec, run: str, folder: Path) -> Any:
+    """The kernel of ``launch`` and ``run``, C++ that calls ``cpu::run`` and in which ``SIGNATURE`` and ``CALL`` stand
+    for the kernel's parameters and a call of it with them."""
+    source = launch.kernel
+    assert isinstance(source, CudaSource)
+    (folder / "kernel.cpp").write_text(_translated(source, run))
+    numbers = {**dict(source.constants), "SHARED": source.shared, "LAUNCHED": source.threads}
+    macros = [f"-D{name}={value}" for name, value in numbers.items()]
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{Path(__file__).parent}", *macros]
+    subprocess.run([*command, "kernel.cpp", "-o", "x.so"], cwd=folder, check=True)
+    return C.CDLL(str(folder / "x.so"))
+
+
+def _translated(source: CudaSource, run: str) -> str:
+    name = source.function
+    text = re.sub(r'#include "(hopper|shared).cuh"', "", (KERNELS / source.file).read_text())
+    text = text.replace('#include "decode.cuh"', (KERNELS / "gpu" / "decode.cuh").read_text())
+    text = _FUNCTION.sub(lambda m: "" if "asm" in m[0] else m[0], text.replace("#pragma once", ""))
+    signature = re.search(rf"\b{name}\(([^{{]*?\*[^{{]*?)\) \{{", text, re.S)
+    assert signature
+    text = re.sub(rf'extern "C" __global__.*?(?=\b{name}\()', "void ", text, flags=re.S)
+    text = re.sub(r"extern __shared__.*?memory\[\];", "unsigned char* memory = shared_memory();", text)
+    text = re.sub(r'asm volatile\("griddepcontrol[^;]*;"\);', "", text)
+    assert "asm" not in text
+    names = ", ".join(part.split()[-1].lstrip("*") for part in signature[1].split(","))
+    run = run.replace("SIGNATURE", signature[1]).replace("CALL", f"{name}({names})")
+    return f'#include "cuda_on_cpu.h"\n{text}\n{run}'

@@ -1,0 +1,128 @@
+"""The kernel of few tokens and packed weights (``packed.cu``) run on a CPU, its PTX emulated."""
+
+from __future__ import annotations
+
+import ctypes as C
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pelton.ir import group_blocks, group_encoder
+from pelton.ir.tensors import bf16_to_f32, f32_to_bf16
+from pelton.kernels.launch import CallSpec, OperandSpec
+from pelton.kernels.layouts import LAYOUTS
+from pelton.kernels.linear import packed_few
+from pelton.kernels.linear.packed_few import FewTiles, few
+from pelton.kernels.linear.products import Form
+from tests.kernels.cuda_on_cpu import library
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
+
+RUN = """
+extern "C" int run(SIGNATURE) {
+    for (int i = 0; i < WORKERS; ++i)
+        if (cpu::first = i * CLUSTER; !cpu::run(CLUSTER, LAUNCHED, SHARED, 0, 0, [&] { CALL; })) return 1;
+    return 0;
+}
+"""
+NORM, ADD, GATED = Form(norm=3), Form(residual=3), Form(gated=True)
+NORM_GATED = Form(gated=True, norm=3)
+
+
+def tiles(
+    tokens: int, splits: int, parts: int, batch: int, cluster: int, shared: int = 200 << 10
+) -> FewTiles:
+    return FewTiles(tokens=tokens, splits=splits, parts=parts, batch=batch, cluster=cluster, shared=shared)
+
+
+def aligned(values: Any) -> Any:
+    """A copy at a multiple of 16 bytes, as the device's memory is."""
+    raw = np.zeros(values.nbytes + 16, np.uint8)
+    place = raw[-raw.ctypes.data % 16 :][: values.nbytes].view(values.dtype).reshape(values.shape)
+    place[...] = values
+    return place
+
+
+@pytest.mark.parametrize(
+    ("quant", "n", "k", "form", "tokens", "how"),
+    [
+        ("int4_g128", 64, 512, Form(), 1, tiles(1, 2, 1, 2, 1)),
+        ("int4_g128", 96, 640, NORM_GATED, 1, tiles(1, 3, 1, 1, 1, 24 << 10)),
+        ("int4_g128", 160, 1024, NORM, 7, tiles(8, 2, 1, 3, 2, 40 << 10)),
+        ("int4_g128", 96, 768, NORM_GATED, 16, tiles(16, 2, 2, 1, 2, 44 << 10)),
+        ("int4_g32", 64, 512, ADD, 5, tiles(8, 4, 1, 2, 1)),
+        ("int3_g64", 64, 512, NORM, 4, tiles(4, 2, 2, 1, 2)),
+        ("int8_g64", 64, 512, ADD, 11, tiles(16, 2, 2, 1, 2)),
+        ("int8_row", 64, 512, ADD, 2, tiles(2, 2, 2, 1, 2)),
+        ("fp8_row", 64, 512, NORM, 8, tiles(8, 2, 2, 1, 1)),
+        ("fp8_g128", 64, 512, NORM_GATED, 8, tiles(8, 2, 1, 1, 4)),
+        ("fp4_g64", 64, 512, GATED, 7, tiles(8, 2, 1, 1, 2)),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_what_the_weight_says(
+    quant: str,
+    n: int,
+    k: int,
+    form: Form,
+    tokens: int,
+    how: FewTiles,
+    bias: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packed_few, "PROCESSORS", 4)  # so that each cluster has several panels
+    rng, rows = np.random.default_rng(0), 2 * n if form.gated else n
+    weight = group_encoder.encode(rng.standard_normal((rows, k), dtype=np.float32) + 0.2, quant)
+    x = f32_to_bf16(rng.standard_normal((tokens, k), dtype=np.float32) + 0.3)
+    gains = rng.random(k, dtype=np.float32) + 0.5
+    offsets = rng.standard_normal(rows, dtype=np.float32) * 10
+    residual = f32_to_bf16(rng.standard_normal((tokens, n), dtype=np.float32) * 10)
+
+    def operand(*shape: Any, dtype: str, quant: str = "") -> OperandSpec:
+        return OperandSpec(dtype=dtype, shape=shape, strides=(*shape[1:], 1), quant=quant)
+
+    call = CallSpec(
+        inputs=(
+            operand("T", k, dtype="bfloat16"),
+            operand(rows, k, dtype="uint8", quant=quant),
+            operand(rows, dtype="float32") if bias else None,
+            operand(k, dtype="float32") if form.norm else operand("T", n, dtype="bfloat16"),
+        ),
+        outputs=(operand("T", n, dtype="bfloat16"),),
+        attrs={"kind": "silu", "eps": 1e-5},
+    )
+    launch = few(form, call, how)
+    out = np.full((tokens, n), 0x7FC0, np.uint16)
+    packed = LAYOUTS["mma16"].pack(weight)
+    inputs = [aligned(a) for a in (x, packed, offsets, gains if form.norm else residual)]
+    given: list[Any] = []
+    for argument in launch.arguments:
+        match argument.kind:
+            case "input" | "output":
+                array = out if argument.kind == "output" else inputs[argument.index]
+                given.append(C.c_void_p(array.ctypes.data))
+            case "float":
+                given.append(C.c_float(argument.value))
+            case "dim":
+                given.append(C.c_int(tokens))
+            case _:
+                given.append(C.c_void_p(0))
+    assert library(launch, RUN, tmp_path).run(*given) == 0, "threads wait for ever, or copies for nobody"
+
+    wide = bf16_to_f32(x).astype(np.float64)
+    if form.norm is not None:
+        wide = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * gains
+    y = wide @ group_blocks.decode(weight.data.view(np.uint8), quant).reshape(rows, k).T.astype(np.float64)
+    if bias:
+        y += offsets
+    if form.gated:
+        y = y[:, :n] / (1 + np.exp(-y[:, :n])) * y[:, n:]
+    if form.residual is not None:
+        y += bf16_to_f32(residual)
+    error = np.linalg.norm(bf16_to_f32(out) - y) / np.linalg.norm(y)
+    assert error < 5e-3
