@@ -18,14 +18,16 @@ _FUNCTION = re.compile(
 
 
 def library(launch: LaunchSpec, run: str, folder: Path) -> Any:
-    """The kernel of ``launch`` and ``run``, C++ that calls ``cpu::run`` and in which ``SIGNATURE`` and ``CALL`` stand
-    for the kernel's parameters and a call of it with them."""
+    """The kernel of ``launch`` and ``run``: C++ that calls ``cpu::run``, in which ``SIGNATURE`` and ``CALL``
+    stand for the kernel's parameters and a call of it with them."""
     source = launch.kernel
     assert isinstance(source, CudaSource)
     (folder / "kernel.cpp").write_text(_translated(source, run))
     numbers = {**dict(source.constants), "SHARED": source.shared, "LAUNCHED": source.threads}
     macros = [f"-D{name}={value}" for name, value in numbers.items()]
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{Path(__file__).parent}", *macros]
+    # Libraries of one process would share their inline variables.
+    flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{Path(__file__).parent}"]
+    command = ["g++", *flags, *macros]
     subprocess.run([*command, "kernel.cpp", "-o", "x.so"], cwd=folder, check=True)
     return C.CDLL(str(folder / "x.so"))
 

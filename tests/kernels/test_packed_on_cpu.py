@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes as C
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.kernels.cuda_on_cpu import library
 
 from pelton.ir import group_blocks, group_encoder
 from pelton.ir.tensors import bf16_to_f32, f32_to_bf16
@@ -18,7 +18,6 @@ from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.linear import packed_few
 from pelton.kernels.linear.packed_few import FewTiles, few
 from pelton.kernels.linear.products import Form
-from tests.kernels.cuda_on_cpu import library
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
 

@@ -12,7 +12,7 @@ import pytest
 from pelton.dtypes import GPU_BLOCK_TYPES
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import CallSpec, OperandSpec
-from pelton.kernels.linear.packed_few import FewTiles, few
+from pelton.kernels.linear.packed_few import FEW_STEPS, FewTiles, clusters_and_stages, few, few_tiles
 from pelton.kernels.linear.packed_many import ManyTiles, many
 from pelton.kernels.linear.packed_tiles import PACKED_STEPS, packed_tiles
 from pelton.kernels.linear.products import Form
@@ -122,3 +122,21 @@ def test_quantised_rows_their_scales_and_partial_sums_do_not_overlap() -> None:
     assert parts[1] >= places[1] + 64 * 4
     (maps,) = (a for a in product.arguments if a.kind == "tensor_map")
     assert (maps.of, maps.offset) == ("workspace", places[0])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("quant", ["int4_g128", "int8_g32", "fp4_g64"])
+@pytest.mark.parametrize(("n", "k"), [(48, 128), (576, 1536), (2304, 9216), (14336, 4096), (8192, 28672)])
+def test_every_block_of_few_tokens_has_work_and_room(n: int, k: int, quant: str, gated: bool) -> None:
+    form = Form(gated=gated, norm=3)
+    for tokens in FEW_STEPS:
+        tiles = few_tiles(form, n, k, tokens, quant)
+        if tiles is None:  # x, and sums of many panels, leave no room
+            assert k * tokens > 100_000
+            continue
+        clusters, stages = clusters_and_stages(form, n, k, quant, tiles)
+        assert stages >= 1
+        assert 1 <= clusters <= n // 16
+        assert clusters * tiles.cluster <= 132
+        assert 32 * (tiles.splits * tiles.parts + 1) <= 1024
+        assert k // 128 % tiles.cluster == 0

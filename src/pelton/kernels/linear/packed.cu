@@ -190,7 +190,8 @@ DEVICE void unit(const Block& block, u32 stage, int split, int part, int index, 
         for (int j = 0; j < int(CODES / 512); ++j)
             codes[i][j] = get_4(codes_at + (first + i * SPLITS) * CODES + j * 512 + lane * 16);
     constexpr int SPAN = GROUP > 0 ? GROUP / 32 : 4;  // quarters of a scale
-    float sums[ROWS16][TILES][4];
+    constexpr int CHAINS = TILES == 1 ? 2 : 1;  // of sums, so that products wait less for each other
+    float sums[ROWS16][TILES][4], more[ROWS16][TILES][4];
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter) {
         const int set = quarter / SPAN;
@@ -222,6 +223,7 @@ DEVICE void unit(const Block& block, u32 stage, int split, int part, int index, 
                     for (int h = 0; h < 2; ++h) {
                         sums[i][t][2 * h] = SHIFTED ? less[h] * x_sum[t].x : 0.0f;
                         sums[i][t][2 * h + 1] = SHIFTED ? less[h] * x_sum[t].y : 0.0f;
+                        if (CHAINS == 2) more[i][t][2 * h] = more[i][t][2 * h + 1] = 0.0f;
                     }
             }
         }
@@ -237,7 +239,8 @@ DEVICE void unit(const Block& block, u32 stage, int split, int part, int index, 
 #pragma unroll
             for (int step = 0; step < 2; ++step)
 #pragma unroll
-                for (int t = 0; t < TILES; ++t) product(sums[i][t], a[step], x[t][2 * step], x[t][2 * step + 1]);
+                for (int t = 0; t < TILES; ++t)
+                    product(step < CHAINS - 1 ? more[i][t] : sums[i][t], a[step], x[t][2 * step], x[t][2 * step + 1]);
         }
         if (quarter % SPAN != SPAN - 1) continue;
 #pragma unroll
@@ -250,10 +253,10 @@ DEVICE void unit(const Block& block, u32 stage, int split, int part, int index, 
                     scale = HALF_SCALES ? scale_of(get_half(at)) : get(at);
                 }
 #pragma unroll
-                for (int t = 0; t < TILES; ++t) {
-                    d[i][t][2 * h] += scale * sums[i][t][2 * h];
-                    d[i][t][2 * h + 1] += scale * sums[i][t][2 * h + 1];
-                }
+                for (int t = 0; t < TILES; ++t)
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; ++e)
+                        d[i][t][e] += scale * (CHAINS == 2 ? sums[i][t][e] + more[i][t][e] : sums[i][t][e]);
             }
     }
 }

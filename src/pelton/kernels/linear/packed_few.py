@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,13 +25,15 @@ _CODES = {"u4": 0, "e4m3": 1, "s8": 2, "u8": 3, "e2m1": 4}
 #: Largest numbers of tokens that have a kernel.
 FEW_STEPS = (1, 4, 8, 16)
 #: Bytes of shared memory of a block: no two fit into a multiprocessor, as ``hopper.py`` says.
-_SHARED = 200 << 10
+_SHARED = 224 << 10
 _MOST_STAGES = 16
+#: Clusters of so many blocks that fit into a GPU of 132 multiprocessors, however its parts are cut.
+_CLUSTERS = {1: PROCESSORS, 2: PROCESSORS // 2, 4: 29, 8: 12}
 #: Bytes of x that a block holds.
 _MOST_X = 120 << 10
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FewTiles:
     """How a product's blocks are laid out; ``packed.cu`` says what each number is."""
 
@@ -43,34 +46,45 @@ class FewTiles:
     """Bytes of shared memory of a block: what the rest leaves is the ring's."""
 
 
-def few_tiles(n: int, k: int, tokens: int, gated: bool) -> FewTiles:
-    """For ``n`` results of each of up to ``tokens``; measured on an H200 (``h200_chain.py``)."""
+@functools.cache
+def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles | None:
+    """For ``n`` results of up to ``tokens`` tokens; from an H200 (``h200_chain.py``). None: none fit."""
     units, panels = k // UNIT, n // PANEL
     held = tokens if tokens <= 8 else 16
+    sizes = [c for c in _CLUSTERS if units % c == 0]
 
     def cluster_of(enough: Callable[[int], bool]) -> int:
         """The smallest that is enough, or the largest that divides the columns."""
-        sizes = [c for c in (1, 2, 4, 8) if units % c == 0]
         return next((c for c in sizes if enough(c)), sizes[-1])
 
     # Every block reads its share of x, which takes as long as as many bytes of the weight.
-    cluster = cluster_of(lambda c: tokens <= 4 or c >= 4)
-    cluster = max(cluster, cluster_of(lambda c: 2 * held * k // c <= _MOST_X))
-    cluster = max(cluster, cluster_of(lambda c: panels * 2 * c > PROCESSORS))
-    own, each = units // cluster, -(-panels // (PROCESSORS // cluster))
-    batch = 1 if gated else 3 if each == 3 and tokens == 1 else min(each, 2)
-    parts = 2 if tokens > 4 and each >= 2 * batch else 1
-    # Columns of a turn: as few turns as 16 warps allow, then as few warps as make so many.
-    turns = -(-own // (16 // parts))
-    return FewTiles(tokens=held, splits=-(-own // turns), parts=parts, batch=batch, cluster=cluster)
+    cluster = max(
+        cluster_of(lambda c: c >= (2 if tokens > 4 else 1)),
+        cluster_of(lambda c: 2 * held * k // c <= _MOST_X),
+        cluster_of(lambda c: panels * 2 * c > PROCESSORS),
+    )
+    own, each = units // cluster, -(-panels // _CLUSTERS[cluster])
+    batch = 1 if form.gated else 3 if each % 3 == 0 and held <= 8 else min(each, 2)
+    parts = 2 if cluster > 1 and each >= 2 * batch else 1
+    # As few turns of a panel as 16 warps allow, whose number is then as small as it can be; more where rings
+    # would be short.
+    found = None
+    for turns in range(-(-own // (16 // parts)), own + 1):
+        tiles = FewTiles(held, -(-own // turns), parts, batch, cluster)
+        stages = clusters_and_stages(form, n, k, quant, tiles)[1]
+        if stages > 0 and found is None:
+            found = tiles
+        if stages >= min(3, turns * -(-each // (parts * batch))):
+            return tiles
+    return found
 
 
 def clusters_and_stages(form: Form, n: int, k: int, quant: str, tiles: FewTiles) -> tuple[int, int]:
-    """Clusters of blocks, of which all but the last have as many panels; stages of their rings: as many as fit,
-    or as there is work for, none where not one fits."""
+    """Clusters of blocks, of which all but the last have as many panels; stages of their rings: as many as
+    fit, or as there is work for, none where not one fits."""
     halves, kind = 2 if form.gated else 1, type_constants(quant)
     panels, own, group = n // PANEL, k // UNIT // tiles.cluster, int(kind["GROUP"])
-    each = -(-panels // (PROCESSORS // tiles.cluster))
+    each = -(-panels // _CLUSTERS[tiles.cluster])
     sets = UNIT // group if group else 1
     area = PANEL * ((2 if kind["SCALE"] == "float16" else 4) + int(kind["ZERO"])) if group else 0
     codes = 2048 if kind["CODE"] in _EIGHT else 1024
@@ -164,20 +178,19 @@ def few_tactics(op: str, form: Form) -> list[Tactic]:
     """The tactics of ``op``."""
 
     def tactic(tokens: int) -> Tactic:
-        def tiles(n: int, k: int, max_tokens: int) -> FewTiles:
-            return few_tiles(n, k, max_tokens, form.gated)
-
         def supports(node: NodeSpec) -> bool:
             if not supports_few(form, node):
                 return False
             weight = node.inputs[1]
             assert weight is not None
             n, k = int(weight.shape[0]) // (2 if form.gated else 1), int(weight.shape[1])
-            return clusters_and_stages(form, n, k, weight.quant, tiles(n, k, tokens))[1] > 0
+            return few_tiles(form, n, k, tokens, weight.quant) is not None
 
         def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
             p = Product(form, call, max_tokens)
-            return (few(form, call, tiles(p.n, p.k, max_tokens)),)
+            tiles = few_tiles(form, p.n, p.k, max_tokens, p.weight.quant)
+            assert tiles is not None, "the tactic supports the call"
+            return (few(form, call, tiles),)
 
         return Tactic(
             name=f"cuda.{op}.packed_few{tokens}",
