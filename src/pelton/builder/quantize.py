@@ -206,10 +206,11 @@ class _Quantizer:
         clips = clippable(layer) if config.clip else frozenset()
         for linear in linears:
             target = self._target(index, linear)
+            # Gram matrices are let go as soon as no layer needs them: they are large.
+            seen = statistics.pop(linear, None)
             if target is None:
                 continue
             weight = layer.get_submodule(linear).weight.numpy()
-            seen = statistics.get(linear)
             name = target.place.tensor
             tensor = self._round(weight, target.quant, seen, clip=linear in clips)
             tensors[name] = tensor

@@ -11,6 +11,8 @@ Float32 = npt.NDArray[np.float32]
 
 #: Rows of activations that are kept, and how many of one call.
 SAMPLE, SAMPLE_OF_CALL = 256, 16
+#: Rows of a Gram matrix that are added to at a time.
+STRIP = 1024
 
 
 @dataclass
@@ -39,7 +41,10 @@ class InputStatistics:
 
     def add(self, x: Float32) -> None:
         """See ``x`` (tokens, K)."""
-        self.gram += x.T @ x
+        # Strips, as a product of the Gram matrix's size would lie beside it.
+        for start in range(0, x.shape[1], STRIP):
+            rows = slice(start, start + STRIP)
+            self.gram[rows] += x[:, rows].T @ x
         size = np.abs(x)
         self.abs_sum += size.sum(axis=0)
         np.maximum(self.abs_max, size.max(axis=0), out=self.abs_max)
