@@ -1,6 +1,7 @@
 """Quantises a random bfloat16 checkpoint and prints the memory that took, as JSON.
 
-Run as a process of its own: ``python -m tests.builder.quantising_run FOLDER CONFIG_JSON RECIPE``.
+Run as a process of its own: ``python -m tests.builder.quantising_run FOLDER CONFIG_JSON RECIPE LENGTH``;
+LENGTH is that of each of the four sequences that calibrate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> None:
     write_tokenizer(folder / "model", chat_template=False)
     recipe = RECIPES[sys.argv[3]]
     if recipe.calibrated:
-        recipe = with_fields(recipe, calibration=Calibration(sequences=4, length=64))
+        recipe = with_fields(recipe, calibration=Calibration(sequences=4, length=int(sys.argv[4])))
     before = anonymous_bytes()
     with PeakMemory() as peak:
         report = quantize(folder / "model", recipe, folder / "small")

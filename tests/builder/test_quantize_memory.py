@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.builder.test_streaming import LLAMA
+from tests.builder.test_streaming import EIGHT_BILLION, LLAMA
 from tests.serving.fake_engine import VOCAB_SIZE
 
 SHAPE: dict[str, Any] = LLAMA | {
@@ -25,12 +25,12 @@ SHAPE: dict[str, Any] = LLAMA | {
 LAYER = 4 * (3 * 1536 * 512 + 3 * 512 * 512)
 
 
-def memory(folder: Path, layers: int, recipe: str) -> int:
+def memory(folder: Path, layers: int, recipe: str, shape: dict[str, Any] = SHAPE, length: int = 64) -> int:
     """Bytes above what the process had before."""
     folder.mkdir()
-    config = json.dumps(SHAPE | {"num_hidden_layers": layers})
+    config = json.dumps(shape | {"num_hidden_layers": layers})
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.builder.quantising_run", str(folder), config, recipe]
+    command = [sys.executable, "-m", "tests.builder.quantising_run", str(folder), config, recipe, str(length)]
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["layers"] == layers
@@ -41,3 +41,18 @@ def memory(folder: Path, layers: int, recipe: str) -> int:
 def test_six_more_layers_take_no_more_memory(recipe: str, tmp_path: Path) -> None:
     few, many = memory(tmp_path / "a", 2, recipe), memory(tmp_path / "b", 8, recipe)
     assert many < few + LAYER, f"{few / LAYER:.1f} and {many / LAYER:.1f} layers"
+
+
+@pytest.mark.slow
+def test_a_layer_of_eight_billions_shape(tmp_path: Path) -> None:
+    """GPTQ of a decoder layer of Llama-3.1-8B's shape with 2048 calibration tokens (some minutes).
+
+    Its peak is while ``down_proj`` is rounded: the layer in float32, the Gram matrix of its 14336 columns,
+    the factor made of it, the weight once more, in the order of its columns; and the codes of the products
+    before it, two batches of hidden states and strips of products.
+    """
+    shape = EIGHT_BILLION | {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": True}
+    took = memory(tmp_path / "m", 1, "gptq-int4", shape, length=512)
+    hidden, wide, kv = 4096, 14336, 1024
+    layer = 4 * (3 * hidden * wide + 2 * hidden * hidden + 2 * kv * hidden)
+    assert took < layer + 2 * 4 * wide**2 + 4 * hidden * wide + 400_000_000, f"{took / 1e9:.2f} GB"

@@ -1,0 +1,105 @@
+"""EleutherAI's harness itself, on local tasks: our adapter and ``local-completions`` give the same answers.
+
+Skipped without ``lm_eval`` and ``datasets``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+lm_eval = pytest.importorskip("lm_eval")
+pytest.importorskip("datasets")
+pytest.importorskip("tenacity", reason="lm_eval[api]")
+
+from tests.cli.text_engine import build_text_engine  # noqa: E402
+from tests.serving.running_server import RunningServer  # noqa: E402
+
+DOCS = [
+    {"question": "The capital of France is", "choices": ["Paris", "Rome", "Vienna"], "answer": 0},
+    {"question": "Two plus three is", "choices": ["four", "six", "five"], "answer": 2},
+    {"question": "Water freezes at zero degrees", "choices": ["Newton", "Celsius"], "answer": 1},
+]
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}} {{choices[answer]}}.",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+    "answers": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The harness's task manager, without its own tasks and without a hub."""
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps(doc) + "\n" for doc in DOCS))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name, fields in TASKS.items():
+        task = {"task": name, "dataset_path": "json", "test_split": "test", **fields}
+        task["dataset_kwargs"] = {"data_files": {"test": str(documents)}}
+        # JSON is YAML.
+        (folder / f"{name}.yaml").write_text(json.dumps(task))
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def answers(tasks: Any, model: Any, **arguments: Any) -> dict[str, Any]:
+    """What the harness got for each document of each task."""
+    found = lm_eval.simple_evaluate(
+        model, tasks=list(TASKS), task_manager=tasks, bootstrap_iters=0, log_samples=True, **arguments
+    )
+    assert set(found["results"]) == set(TASKS)
+    return {
+        name: [sample["filtered_resps"] for sample in sorted(samples, key=lambda s: s["doc_id"])]
+        for name, samples in found["samples"].items()
+    }
+
+
+def test_the_adapter_and_the_server_answer_alike(tasks: Any, tmp_path: Path) -> None:
+    from pelton.serving.lm_eval import PeltonLM
+
+    engine = build_text_engine(tmp_path / "e", timing=False, max_num_tokens=64)
+    adapter = PeltonLM(str(engine))
+    ours = answers(tasks, adapter)
+    adapter._llm.close()
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_bytes((engine / "tokenizer" / "tokenizer.json").read_bytes())
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tokenizer / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    )
+    with RunningServer(engine) as server:
+        url = f"{server.url}/v1/completions"
+        arguments = f"base_url={url},model=test-model,tokenizer={tokenizer},max_length=64"
+        theirs = answers(tasks, "local-completions", model_args=arguments)
+    assert ours["answers"] == theirs["answers"]
+    for name in ("choices", "texts"):
+        for mine, other in zip(ours[name], theirs[name], strict=True):
+            numbers = [
+                [entry[0] if isinstance(entry, tuple) else entry for entry in x] for x in (mine, other)
+            ]
+            assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+            assert all(number < 0 for number in numbers[0])
