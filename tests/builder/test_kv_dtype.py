@@ -118,3 +118,25 @@ def test_formats_without_caches_are_refused(tmp_path: Path) -> None:
         ConfigError, match=r"gptq checkpoints have no types of KV caches .*compressed-tensors"
     ):
         quantize(text_checkpoint(), config, tmp_path / "x", fmt="gptq")
+
+
+@pytest.mark.parametrize("asked", KINDS)
+@pytest.mark.parametrize("wide", ["float16", "bfloat16"])
+def test_the_same_memory_holds_twice_the_blocks(asked: str, wide: str, tmp_path: Path) -> None:
+    """Counted in what a session allocates, scales and all."""
+    from pelton.engine.kv_cache import allocate, choose_num_blocks
+
+    found = {}
+    for kv_dtype in (asked, wide):
+        limits = BuildConfig(kv_dtype=kv_dtype, max_batch_size=64, timing=False)
+        build(RandomCheckpoint(TINY_LLAMA), limits, output=tmp_path / kv_dtype, check=False)
+        config = open_engine(tmp_path / kv_dtype).config
+        blocks = choose_num_blocks(config, free=400_000)
+        caches = allocate(config, blocks)
+        nbytes = sum(array.nbytes for by_layer in (caches.k, caches.v) for array in by_layer.values())
+        found[kv_dtype] = sum(blocks), nbytes
+    (many, small), (few, large) = found[asked], found[wide]
+    assert many in (2 * few, 2 * few + 1)
+    assert few > 10
+    assert small <= 400_000
+    assert large <= 400_000
