@@ -14,6 +14,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -117,9 +118,9 @@ def combinations() -> str:
     return table(header, rows)
 
 
-def quantised() -> str:
-    """What benchmarks/quantisation.py measured."""
-    spec = importlib.util.spec_from_file_location("quantisation", BENCHMARKS / "quantisation.py")
+def measured(benchmark: str) -> str:
+    """What a program in benchmarks/ measured."""
+    spec = importlib.util.spec_from_file_location(benchmark, BENCHMARKS / f"{benchmark}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -135,7 +136,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "tactics": tactics,
     "recipes": recipes,
     "combinations": combinations,
-    "quantised": quantised,
+    "quantised": partial(measured, "quantisation"),
+    "peers": partial(measured, "quantisation_peers"),
 }
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
