@@ -31,7 +31,6 @@ from pelton.kernels.linear import hopper
 from pelton.kernels.linear.tiles import (
     GEMV_PREFETCH,
     GemvTiles,
-    HopperTiles,
     StreamTiles,
     gemv_tiles,
     hopper_tiles,
@@ -48,7 +47,7 @@ _DENSE = ("float32", "float16", "bfloat16")
 #: Steps, tokens, that the kernel of sm_90 has forms for.
 _HOPPER_TOKENS = (8, 16)
 #: Columns whose norm's weights that kernel keeps beside its tiles.
-_MOST_NORMED = 1 << 13
+MOST_NORMED = 1 << 13
 #: Parts of the workspace begin at multiples of so many bytes.
 _ALIGN = 256
 
@@ -106,7 +105,7 @@ def _supports_hopper(form: Form, node: NodeSpec) -> bool:
         and x.dtype == residual.dtype == (weight.quant or weight.dtype)
         and all(v is None or v.dtype == "float32" for v in vectors)
         and k % 8 == 0
-        and (form.norm is None or k <= _MOST_NORMED)
+        and (form.norm is None or k <= MOST_NORMED)
     )
 
 
@@ -193,10 +192,10 @@ def stream(
     return *p.norm(), b.launch(*grid, num_warps=tiles.warps, dependent=True)
 
 
-def hopper_product(form: Form, call: CallSpec, tiles: HopperTiles, max_tokens: int) -> Work:
-    """One kernel, the norm included."""
+def hopper_call(form: Form, call: CallSpec, max_tokens: int) -> hopper.HopperProduct:
+    """As the kernels of sm_90 are told of it."""
     p = Product(form, call, max_tokens)
-    product = hopper.HopperProduct(
+    return hopper.HopperProduct(
         n=p.n,
         k=p.k,
         kind=p.kind,
@@ -205,8 +204,8 @@ def hopper_product(form: Form, call: CallSpec, tiles: HopperTiles, max_tokens: i
         residual=form.residual,
         norm=form.norm,
         bias=call.inputs[2] is not None,
+        quant=p.weight.quant,
     )
-    return hopper.product(call, product, tiles)
 
 
 def _prefetch(p: Product, nbytes: int) -> int:
@@ -343,7 +342,8 @@ def tactics(op: str, form: Form) -> list[Tactic]:
             p = Product(form, call, max_tokens)
             if not p.copies():
                 return stream_launches(call, max_tokens)
-            return (hopper_product(form, call, hopper_tiles(p.n, largest, form.gated), max_tokens),)
+            tiles = hopper_tiles(p.n, largest, form.gated)
+            return (hopper.product(call, hopper_call(form, call, max_tokens), tiles),)
 
         return launches
 

@@ -1,23 +1,41 @@
 """Products with weights of 8-bit codes and a scale a row (layout ``rows8``) on sm_90.
 
 ``supports_rows8`` is the one rule of which calls take such a weight; every tactic of the layout asks it, so
-that a weight has it for all steps or for none. Here: where nothing better is there, the weight is written to
-the workspace as dense rows and multiplied there.
+that a weight has it for all steps or for none. Up to 16 tokens take a kernel that memory bounds
+(``hopper_rows8.cu``), with inputs as they are: rounding them to codes too, where that is asked for, would
+gain nothing there. Where nothing better is there, the weight is written to the workspace as dense rows and
+multiplied there.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from pelton.dtypes import ITEMSIZE
 from pelton.kernels.gated_activation.cuda import KINDS
 from pelton.kernels.gpu_rows8 import TYPES, row_bytes, scales_at
 from pelton.kernels.launch import Builder, CallSpec, Term, Work, workspace
+from pelton.kernels.linear import hopper
 from pelton.kernels.linear.packed import UNPACK, X_CODES, type_constants
-from pelton.kernels.linear.products import Form, Product, aligned, cublaslt, gemm, normed_bytes
+from pelton.kernels.linear.products import (
+    MOST_NORMED,
+    Form,
+    Launches,
+    Product,
+    aligned,
+    cublaslt,
+    gemm,
+    hopper_call,
+    normed_bytes,
+)
+from pelton.kernels.linear.tiles import rows8_tiles
 from pelton.kernels.tactic import NodeSpec, Tactic
 
 LAYOUT = "rows8"
 #: Columns of a weight are a multiple of as many, the bytes of a row of a swizzled box.
 COLUMNS = 128
+#: Steps, tokens, that the kernel of few has forms for.
+FEW_TOKENS = (8, 16)
 #: Rows and columns that a program unpacks.
 _TILE = (32, 128)
 
@@ -38,6 +56,13 @@ def supports_rows8(form: Form, node: NodeSpec) -> bool:
         and all(t is not None and t.dtype == "bfloat16" for t in rows)
         and (not form.gated or node.attrs["kind"] in KINDS)
     )
+
+
+def supports_few(form: Form, node: NodeSpec) -> bool:
+    """Where the norm's weight fits beside the tiles."""
+    weight = node.inputs[1]
+    assert weight is not None
+    return supports_rows8(form, node) and (form.norm is None or int(weight.shape[1]) <= MOST_NORMED)
 
 
 def unpacked(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
@@ -70,19 +95,46 @@ def unpacked_bytes(form: Form, node: NodeSpec, max_tokens: int) -> int:
     return total + (max_tokens * stacked * ITEMSIZE[x.dtype] if form.gated else 0)
 
 
+def few(form: Form, tokens: int) -> Launches:
+    """One kernel, the norm included; ``tokens``: 8 or 16."""
+
+    def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+        p = Product(form, call, max_tokens)
+        if not p.copies():
+            return unpacked(form, call, max_tokens)
+        product = hopper_call(form, call, max_tokens)
+        tiles = next(t for t in rows8_tiles(p.n, tokens, form.gated) if hopper.plan(product, t))
+        return (hopper.product(call, product, tiles),)
+
+    return launches
+
+
 def rows8_tactics(op: str, form: Form) -> list[Tactic]:
     """The tactics of ``op``."""
+    tactic = Tactic(
+        name=f"cuda.{op}.rows8_unpack",
+        op=op,
+        device="cuda",
+        supports=lambda node: supports_rows8(form, node),
+        priority=20,
+        precision="bfloat16",
+        sm=90,
+        weight_layouts={1: LAYOUT},
+        workspace=lambda node, tokens: unpacked_bytes(form, node, tokens),
+        launches=lambda call, tokens: unpacked(form, call, tokens),
+    )
     return [
-        Tactic(
-            name=f"cuda.{op}.rows8_unpack",
-            op=op,
-            device="cuda",
-            supports=lambda node: supports_rows8(form, node),
-            priority=20,
-            precision="bfloat16",
-            sm=90,
-            weight_layouts={1: LAYOUT},
-            workspace=lambda node, tokens: unpacked_bytes(form, node, tokens),
-            launches=lambda call, tokens: unpacked(form, call, tokens),
-        )
+        *(
+            # The fewer tokens it is for, the sooner it is taken.
+            replace(
+                tactic,
+                name=f"cuda.{op}.rows8_few{m}",
+                supports=lambda node: supports_few(form, node),
+                priority=60 - i,
+                largest_tokens=m,
+                launches=few(form, m),
+            )
+            for i, m in enumerate(FEW_TOKENS)
+        ),
+        tactic,
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 #: Multiprocessors that a product is spread over; an H200 has 132.
@@ -71,10 +72,10 @@ def invariant_tiles(n: int, itemsize: int, gated: bool) -> StreamTiles:
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """How ``hopper_rows.cu`` takes a product (its constants of the same names say more).
+    """How ``hopper_rows.cuh`` takes a product (its constants of the same names say more).
 
-    ``tokens`` (8, 16) and ``rows`` of the weight at a time; ``boxes`` of 64 columns that are copied
-    together; ``warps`` that multiply, in ``splits``.
+    ``tokens`` (8, 16) and ``rows`` of the weight at a time; ``boxes`` of 64 columns (of 8-bit codes 128) that
+    are copied together; ``warps`` that multiply, in ``splits``.
     """
 
     tokens: int
@@ -97,3 +98,17 @@ def hopper_tiles(n: int, tokens: int, gated: bool) -> HopperTiles:
     each = 1 if tall <= 8 else 2
     warps = -(-tall // each)
     return HopperTiles(tokens, 16 * each * warps, 1, warps, 1)
+
+
+#: Rows of the weight, in sixteens, that share columns of codes; that a warp takes at most.
+_SHARED_8, _TALLEST_8 = 4, 7
+
+
+def rows8_tiles(n: int, tokens: int, gated: bool) -> Iterator[HopperTiles]:
+    """The same where the weight is 8-bit codes, best first: what a warp does to x is the dearer the fewer
+    rows it is for, and few tiles are dealt out unevenly."""
+    tall = -(-(2 * n if gated else n) // (16 * PROCESSORS))  # sixteens of a multiprocessor
+    if tall <= _SHARED_8:
+        yield HopperTiles(tokens, 16 * tall, 1, 8, 8)
+    for turns in range(-(-tall // (2 * _TALLEST_8)), tall + 1):
+        yield HopperTiles(tokens, 32 * -(-tall // (2 * turns)), 1, 8, 4)
