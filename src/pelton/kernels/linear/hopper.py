@@ -70,7 +70,7 @@ def plan(p: HopperProduct, tiles: HopperTiles) -> _Plan | None:
     # The norm's weight, the rows' scales, sums where the ring goes on, sums of squares, barriers, up to a
     # multiple of 1024.
     besides = (2 * columns if p.norm is not None else 0) + (4 * each * tiles.rows if p.quant else 0)
-    besides += (sums if each > 1 else 0) + tiles.splits * tiles.tokens * 4 + 16 * most + 1024
+    besides += (sums if each > 1 else 0) + tiles.splits * tiles.tokens * 4 + 24 * most + 1024
     # With 8-bit codes, as many that no warp is more than a lap ahead of another.
     least = tiles.splits // tiles.boxes if p.quant else 2
     if each == 1:  # the sums lie in the ring

@@ -20,7 +20,7 @@ DEVICE void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 
 DEVICE void copy_weights(const Shared& shared, const TensorMap* map, u32 stage, int step) {
     const int row = (blockIdx.x + step / STEPS * WORKERS) * OUT_ROWS, column = step % STEPS * BOXES * 64;
-    barrier_expect(shared.full(stage), STAGE_BYTES);
+    barrier_expect(shared.full(stage), BOXES * W_BOX);
 #pragma unroll
     for (int i = 0; i < BOXES; ++i) {
         const u32 target = shared.weights(stage) + i * W_BOX;
@@ -30,9 +30,10 @@ DEVICE void copy_weights(const Shared& shared, const TensorMap* map, u32 stage, 
 }
 
 DEVICE void copy_x(const Shared& shared, const TensorMap* map, u32 stage, int step) {
+    barrier_expect(shared.full_x(stage), BOXES * X_BOX);
 #pragma unroll
     for (int i = 0; i < BOXES; ++i)
-        copy_2d(shared.x(stage) + i * X_BOX, map, shared.full(stage), (step % STEPS * BOXES + i) * 64, 0);
+        copy_2d(shared.x(stage) + i * X_BOX, map, shared.full_x(stage), (step % STEPS * BOXES + i) * 64, 0);
 }
 
 DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bias,
@@ -46,8 +47,10 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
     Ring ring;
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; ++j) squares[j] = 0.0f;
-    for (int step = 0; step < TILES * STEPS; ++step) {
+    unsigned short added[CELLS];
+    for (int step = 0; step < ALL_STEPS; ++step) {
         if (step % STEPS == 0) {
+            load_residual(added, step / STEPS, tokens, residual);
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
@@ -55,6 +58,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
 #pragma unroll
                     for (int e = 0; e < 4; ++e) d[r][j][e] = 0.0f;
         }
+        barrier_wait(shared.full_x(ring.stage), ring.parity);
         barrier_wait(shared.full(ring.stage), ring.parity);
 #pragma unroll
         for (int s = 0; s < (4 * BOXES + SPLITS - 1) / SPLITS; ++s) {
@@ -105,7 +109,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
         if (TILES == 1) named_sync(1, THREADS);  // the last of the ring has been read
         leave(shared, d, squares, step < STEPS);
         named_sync(1, THREADS);
-        finish(shared, step / STEPS, tokens, eps, bias, residual, out);
+        finish(shared, step / STEPS, tokens, eps, bias, added, out);
         named_sync(1, THREADS);
     }
 }
@@ -115,15 +119,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
             const float* bias, const unsigned short* residual, unsigned short* out, int tokens, float eps) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
-    begin(shared, &weight, &x, WARPS);
+    if (threadIdx.x >= THREADS) begin(shared, &weight, &x, WARPS);
+    else if (NORM) load_norm(shared, norm);
+    __syncthreads();
     if (threadIdx.x >= THREADS) {
         if (threadIdx.x == THREADS) copy(shared, &weight, &x);
         else wait_for_previous();
     } else {
-        if (NORM) {
-            load_norm(shared, norm);
-            named_sync(1, THREADS);
-        }
         wait_for_previous();
         compute(shared, tokens, eps, bias, residual, out);
     }

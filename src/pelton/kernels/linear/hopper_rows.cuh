@@ -89,8 +89,10 @@ DEVICE float activate(float v) {
 
 struct Shared {
     u32 base;
-    DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 16 * stage; }
-    DEVICE u32 empty(u32 stage) const { return full(stage) + 8; }
+    // Barriers of a place: its weights are there, its x is there, both have been read.
+    DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 24 * stage; }
+    DEVICE u32 full_x(u32 stage) const { return full(stage) + 8; }
+    DEVICE u32 empty(u32 stage) const { return full(stage) + 16; }
     DEVICE u32 weights(u32 stage) const { return base + stage * STAGE_BYTES; }
     DEVICE u32 x(u32 stage) const { return weights(stage) + BOXES * W_BOX; }
 };
@@ -109,15 +111,30 @@ struct Ring {
 // Of a part of a tile, what is to be copied to a place of the ring.
 DEVICE void copy_weights(const Shared& shared, const TensorMap* map, u32 stage, int step);
 DEVICE void copy_x(const Shared& shared, const TensorMap* map, u32 stage, int step);
+constexpr int ALL_STEPS = TILES * STEPS, AHEAD = STAGES < ALL_STEPS ? STAGES : ALL_STEPS;
+
+// By the warp that copies, before all threads meet; `readers`: warps that read a place of the ring.
+DEVICE void begin(const Shared& shared, const TensorMap* weight, const TensorMap* x, u32 readers) {
+    const u32 lane = threadIdx.x % 32;
+    if (lane == 0) launch_next();
+    if (lane == 1) prefetch_map(x);
+    for (u32 i = lane; i < STAGES; i += 32) {
+        barrier_init(shared.full(i), 1);
+        barrier_init(shared.full_x(i), 1);
+        barrier_init(shared.empty(i), readers);
+    }
+    barrier_init_fence();
+    __syncwarp();
+    if (lane == 0)
+        for (int i = 0; i < AHEAD; ++i) copy_weights(shared, weight, i, i);
+}
 
 // By one thread.
 DEVICE void copy(const Shared& shared, const TensorMap* weight, const TensorMap* x) {
-    constexpr int steps = TILES * STEPS, ahead = STAGES < steps ? STAGES : steps;
-    for (int i = 0; i < ahead; ++i) copy_weights(shared, weight, i, i);
     wait_for_previous();
-    for (int i = 0; i < ahead; ++i) copy_x(shared, x, i, i);
+    for (int i = 0; i < AHEAD; ++i) copy_x(shared, x, i, i);
     Ring ring;
-    for (int step = ahead; step < steps; ++step) {
+    for (int step = AHEAD; step < ALL_STEPS; ++step) {
         barrier_wait(shared.empty(ring.stage), ring.parity);
         copy_weights(shared, weight, ring.stage, step);
         copy_x(shared, x, ring.stage, step);
@@ -130,22 +147,45 @@ DEVICE u32 place(int row, int token) {
     return ((row / 16 * TOKEN_TILES + token / 8) * 32 + row % 8 * 4 + token % 8 / 2) * 4 + row % 16 / 8 * 2 + token % 2;
 }
 
-// A tile's sums of all splits, and what follows: scale, bias, activation, residual.
-// `turn`: which of the block's tiles it is.
-DEVICE void finish(const Shared& shared, int turn, int tokens, float eps, const float* bias,
-                   const unsigned short* residual, unsigned short* out) {
-    const int tile = blockIdx.x + turn * WORKERS;
-    for (int i = threadIdx.x; i < OUT_ROWS_16 * TOKENS; i += THREADS) {
+// A thread's results of a tile: which they are, and what is to be added to them, read before the sums are there.
+constexpr int CELLS = (OUT_ROWS_16 * TOKENS + THREADS - 1) / THREADS;
+struct Cell {
+    int index, row, m, n;  // in the order of `place`; of the tile; of the results
+    bool there;
+    DEVICE Cell(int c, int turn, int tokens) {
         // Element i % 4 of lane i / 4 % 32 of a result of the tensor core, as `place` says.
-        const int lane = i / 4 % 32, cell = i / 128;
-        const int row = cell / TOKEN_TILES * 16 + lane / 4 + i % 4 / 2 * 8;
-        const int m = cell % TOKEN_TILES * 8 + lane % 4 * 2 + i % 2, n = tile * OUT_ROWS + row;
-        if (row >= OUT_ROWS || m >= tokens || n >= RESULTS) continue;
+        index = threadIdx.x + c * THREADS;
+        const int lane = index / 4 % 32, cell = index / 128;
+        row = cell / TOKEN_TILES * 16 + lane / 4 + index % 4 / 2 * 8;
+        m = cell % TOKEN_TILES * 8 + lane % 4 * 2 + index % 2;
+        n = (blockIdx.x + turn * WORKERS) * OUT_ROWS + row;
+        there = row < OUT_ROWS && m < tokens && n < RESULTS;
+    }
+};
+
+DEVICE void load_residual(unsigned short (&added)[CELLS], int turn, int tokens, const unsigned short* residual) {
+    if (!RESIDUAL) return;
+#pragma unroll
+    for (int c = 0; c < CELLS; ++c) {
+        const Cell cell(c, turn, tokens);
+        added[c] = cell.there ? residual[(long long)cell.m * R_ROW + cell.n] : 0;
+    }
+}
+
+// A tile's sums of all splits, and what follows: scale, bias, activation, residual. `turn`: which of the block's
+// tiles it is.
+DEVICE void finish(const Shared& shared, int turn, int tokens, float eps, const float* bias,
+                   const unsigned short (&added)[CELLS], unsigned short* out) {
+#pragma unroll
+    for (int c = 0; c < CELLS; ++c) {
+        const Cell cell(c, turn, tokens);
+        const int row = cell.row, m = cell.m, n = cell.n;
+        if (!cell.there) continue;
         float v = 0.0f, up = 0.0f;
 #pragma unroll
         for (int w = 0; w < SPLITS; ++w) {
             const u32 sums = shared.base + SUMS_AT + w * ROWS * TOKENS * 4;
-            v += shared_float(sums + i * 4);
+            v += shared_float(sums + cell.index * 4);
             if (GATED) up += shared_float(sums + place(row + OUT_ROWS, m) * 4);
         }
         if (ROW_SCALES) {
@@ -167,7 +207,7 @@ DEVICE void finish(const Shared& shared, int turn, int tokens, float eps, const 
             // Rounded as the product's own result would be.
             v = activate(rounded(v)) * rounded(up);
         }
-        if (RESIDUAL) v += low_half(residual[(long long)m * R_ROW + n]);
+        if (RESIDUAL) v += low_half(added[c]);
         out[(long long)m * RESULTS + n] = pack(v, 0.0f);
     }
 }
@@ -193,21 +233,6 @@ DEVICE void leave(const Shared& shared, const float (&d)[ROW_TILES][TOKEN_TILES]
                 put_shared(shared.base + SQUARES_AT + (split * TOKENS + j * 8 + lane / 4) * 4, __float_as_uint(sum));
         }
     }
-}
-
-// By all threads; `readers`: warps that read a place of the ring.
-DEVICE void begin(const Shared& shared, const TensorMap* weight, const TensorMap* x, u32 readers) {
-    if (threadIdx.x == 0) {
-        prefetch_map(weight);
-        prefetch_map(x);
-        for (u32 i = 0; i < STAGES; ++i) {
-            barrier_init(shared.full(i), 1);
-            barrier_init(shared.empty(i), readers);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) launch_next();
 }
 
 // The norm's weight, which no kernel writes, by the warps that multiply.

@@ -53,7 +53,7 @@ DEVICE u32 pack_f16(float low, float high) {
 
 DEVICE void copy_weights(const Shared& shared, const TensorMap* map, u32 stage, int step) {
     const int row = (blockIdx.x + step / STEPS * WORKERS) * OUT_ROWS, box = step % STEPS * BOXES;
-    barrier_expect(shared.full(stage), STAGE_BYTES);
+    barrier_expect(shared.full(stage), BOXES * W_BOX);
     if (GATED) {  // gate and up of a box follow each other
 #pragma unroll
         for (int i = 0; i < BOXES; ++i) {
@@ -67,7 +67,8 @@ DEVICE void copy_weights(const Shared& shared, const TensorMap* map, u32 stage, 
 }
 
 DEVICE void copy_x(const Shared& shared, const TensorMap* map, u32 stage, int step) {
-    copy_3d(shared.x(stage), map, shared.full(stage), 0, 0, step % STEPS * BOXES * X_BOXES);
+    barrier_expect(shared.full_x(stage), BOXES * X_BOXES * X_BOX);
+    copy_3d(shared.x(stage), map, shared.full_x(stage), 0, 0, step % STEPS * BOXES * X_BOXES);
 }
 
 // x of 8 tokens and 128 columns from `at` on as the products' second operand (columns 16 s + 4 q to 4 q + 3 of token
@@ -75,7 +76,7 @@ DEVICE void copy_x(const Shared& shared, const TensorMap* map, u32 stage, int st
 DEVICE void load_x(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 gains, float& squares, bool counts) {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const u32 row = at + g * ROW_BYTES + q % 2 * 8, chunk = (q / 2 ^ g) * 16;
-    u32 most = 0;
+    u32 most[2] = {0, 0};
 #pragma unroll
     for (int s = 0; s < 8; ++s) {
         const u64 words = shared_words(row + s / 4 * X_BOX + (s % 4 * 32 ^ chunk));
@@ -91,12 +92,14 @@ DEVICE void load_x(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 gains, float
             }
             b[s][0] = times(b[s][0], u32(gain)), b[s][1] = times(b[s][1], u32(gain >> 32));
         }
-        most = larger(larger(most, b[s][0]), b[s][1]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) most[h] = larger(most[h], b[s][h]);
     }
-    most = max(most & 0x7fff, most >> 16 & 0x7fff);
-    most = max(most, __shfl_xor_sync(~0u, most, 1));
-    most = max(most, __shfl_xor_sync(~0u, most, 2));
-    const u32 exponent = max(most >> 7, 16u);
+    const u32 both = larger(most[0], most[1]);
+    u32 largest = max(both & 0x7fff, both >> 16 & 0x7fff);
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+    const u32 exponent = max(largest >> 7, 16u);
     const u32 by = (269 - exponent) << 7;  // 2^(142 - exponent), whose inverse is a normal number too
 #pragma unroll
     for (int s = 0; s < 8; ++s)
@@ -120,6 +123,8 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
     for (int j = 0; j < TOKEN_TILES; ++j) squares[j] = 0.0f;
     int box = split;  // of all tiles
     for (int turn = 0; turn < TILES; ++turn) {
+        unsigned short added[CELLS];
+        load_residual(added, turn, tokens, residual);
         float d[ROW_TILES][TOKEN_TILES][4];
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r)
@@ -131,13 +136,14 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
             // Another warp may have had the place before: while that lap's copies are not there, the barrier's parity
             // is that of this lap.
             barrier_wait(shared.empty(stage), (lap + 1) % 2);
-            barrier_wait(shared.full(stage), lap % 2);
+            barrier_wait(shared.full_x(stage), lap % 2);
             u32 b[TOKEN_TILES][8][2];
             float factors[TOKEN_TILES][2];
 #pragma unroll
             for (int j = 0; j < TOKEN_TILES; ++j)
                 load_x(b[j], factors[j], shared.x(stage) + place * X_BOXES * X_BOX + j * 8 * ROW_BYTES,
                        shared.base + NORM_AT + (box - turn * STEPS * BOXES) * COLUMNS * 2, squares[j], turn == 0 && part == 0);
+            barrier_wait(shared.full(stage), lap % 2);
             float now[ROW_TILES][TOKEN_TILES][4];
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
@@ -170,7 +176,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
         if (TILES == 1) named_sync(1, THREADS);  // the last of the ring has been read
         leave(shared, d, squares, turn == 0);
         named_sync(1, THREADS);
-        finish(shared, turn, tokens, eps, bias, residual, out);
+        finish(shared, turn, tokens, eps, bias, added, out);
         named_sync(1, THREADS);
     }
 }
@@ -190,14 +196,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
             float eps) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
-    begin(shared, &codes, &x, BOXES * PARTS);
+    if (threadIdx.x >= THREADS) {
+        begin(shared, &codes, &x, BOXES * PARTS);
+    } else {
+        load_scales(shared, (const float*)(weight + SCALES));
+        if (NORM) load_norm(shared, norm);
+    }
+    __syncthreads();
     if (threadIdx.x >= THREADS) {
         if (threadIdx.x == THREADS) copy(shared, &codes, &x);
         else wait_for_previous();
     } else {
-        load_scales(shared, (const float*)(weight + SCALES));
-        if (NORM) load_norm(shared, norm);
-        named_sync(1, THREADS);
         wait_for_previous();
         compute(shared, tokens, eps, bias, residual, out);
     }
