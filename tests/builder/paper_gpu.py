@@ -9,6 +9,7 @@ from pelton.builder import cubins
 from pelton.builder.build import build
 from pelton.engine.config import BuildConfig
 from pelton.kernels.launch import Source
+from pelton.models.checkpoint import Checkpoint
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 
 CONFIG = TINY_LLAMA | {"vocab_size": 300, "max_position_embeddings": 128, "eos_token_id": [257]}
@@ -27,7 +28,7 @@ def paper_cubin(source: Source, sm: int) -> cubins.Cubin:
     return cubins.Cubin(image=b"paper", name=source.function, threads=128, shared=0, scratch=2)
 
 
-def build_paper_engine(path: Path, **settings: object) -> Path:
+def build_paper_engine(path: Path, checkpoint: Checkpoint | None = None, **settings: object) -> Path:
     """A tiny engine for ``sm_90``; nothing is compiled and nothing checked."""
     config = {"target": "sm_90", "max_batch_size": 4, "max_num_tokens": 128, **settings}
     with (
@@ -35,7 +36,7 @@ def build_paper_engine(path: Path, **settings: object) -> Path:
         mock.patch.object(cubins, "cores", return_value=1),
     ):
         build(
-            WithTokenizer(CONFIG, quant="bfloat16"),
+            checkpoint or WithTokenizer(CONFIG, quant="bfloat16"),
             BuildConfig(**config),  # type: ignore[arg-type]
             output=path,
             check=False,
