@@ -116,6 +116,11 @@ inline u32 __shfl_sync(u32, u32 x, int from) {
 }
 inline u32 __shfl_xor_sync(u32 all, u32 x, int mask) { return __shfl_sync(all, x, cpu::lane() ^ mask); }
 
+inline u32 __reduce_max_sync(u32, u32 x) {
+    for (int i = 1; i < 32; i *= 2) x = max(x, __shfl_xor_sync(~0u, x, i));
+    return x;
+}
+
 inline void barrier_init(u32 barrier, u32 arrivals) { cpu::barriers[barrier] = {int(arrivals)}; }
 inline void barrier_init_fence() {}
 inline void barrier_arrive(u32 barrier) {
@@ -154,6 +159,7 @@ inline u32 shared_word(u32 address) {
 }
 inline u64 shared_words(u32 address) { return shared_word(address) | u64(shared_word(address + 4)) << 32; }
 inline void put_shared(u32 address, u32 value) { memcpy(shared_memory() + address, &value, 4); }
+inline void put_shared_2(u32 address, u32 low, u32 high) { put_shared(address, low), put_shared(address + 4, high); }
 inline void put_shared_4(u32 address, const float (&d)[4]) { memcpy(shared_memory() + address, d, 16); }
 inline u32 times(u32 a, u32 b) {
     return cpu::map2(a, b, [](float x, float y) { return x * y; });

@@ -71,6 +71,7 @@ def plan(p: HopperProduct, tiles: HopperTiles) -> _Plan | None:
     # multiple of 1024.
     besides = (2 * columns if p.norm is not None else 0) + (4 * each * tiles.rows if p.quant else 0)
     besides += (sums if each > 1 else 0) + tiles.splits * tiles.tokens * 4 + 24 * most + 1024
+    besides += 256 * tiles.warps + 16 if p.quant and tiles.tokens == 8 else 0
     # With 8-bit codes, as many that no warp is more than a lap ahead of another.
     least = tiles.splits // tiles.boxes if p.quant else 2
     if each == 1:  # the sums lie in the ring
@@ -144,7 +145,7 @@ def product(call: CallSpec, p: HopperProduct, tiles: HopperTiles) -> LaunchSpec:
             "HALF": int(p.dtype == "float16"),
             **constants,
         },
-        threads=32 * (tiles.warps + 1),
+        threads=32 * (tiles.warps + 2),
         shared=layout.shared,
         suffix="a",
         dependent=True,

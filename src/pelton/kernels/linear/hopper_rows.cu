@@ -114,17 +114,16 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
     product(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* norm,
             const float* bias, const unsigned short* residual, unsigned short* out, int tokens, float eps) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
-    if (threadIdx.x >= THREADS) begin(shared, &weight, &x, WARPS);
-    else if (NORM) load_norm(shared, norm);
+    if (threadIdx.x / 32 == WARPS) begin(shared, &weight, WARPS);
+    if (NORM && threadIdx.x < THREADS) load_norm(shared, norm);
     __syncthreads();
     if (threadIdx.x >= THREADS) {
-        if (threadIdx.x == THREADS) copy(shared, &weight, &x);
-        else wait_for_previous();
+        copy(shared, &weight, &x);
     } else {
         wait_for_previous();
         compute(shared, tokens, eps, bias, residual, out);

@@ -1,8 +1,7 @@
 // What products of a few tokens with whole rows of a matrix share (hopper_rows.cu, hopper_rows8.cu): blocks of
 // compute capability 9.0 that take tiles of ROWS rows of the weight, every WORKERS-th, so that no block waits for
-// another's sums. One warp copies weights and x through tensor maps into a ring of STAGES parts of a tile; it begins
-// with a ring of weights before the kernel ahead in the stream has ended, since weights are no kernel's result. WARPS
-// multiply, in SPLITS that share a tile's columns and parts that divide its rows; the sums of splits are added up in
+// another's sums. One warp copies weights, another x, through tensor maps into a ring of STAGES parts of a tile; the
+// first begins before the kernel ahead in the stream has ended, since weights are no kernel's result. WARPS multiply, in SPLITS that share a tile's columns and parts that divide its rows; the sums of splits are added up in
 // shared memory at a tile's end, in one order. The RMS norm before (NORM) costs no pass of its own: x is multiplied
 // by the norm's weight as it is read, its squares are summed on the way, and the sums scaled at the end.
 //
@@ -113,11 +112,10 @@ DEVICE void copy_weights(const Shared& shared, const TensorMap* map, u32 stage, 
 DEVICE void copy_x(const Shared& shared, const TensorMap* map, u32 stage, int step);
 constexpr int ALL_STEPS = TILES * STEPS, AHEAD = STAGES < ALL_STEPS ? STAGES : ALL_STEPS;
 
-// By the warp that copies, before all threads meet; `readers`: warps that read a place of the ring.
-DEVICE void begin(const Shared& shared, const TensorMap* weight, const TensorMap* x, u32 readers) {
+// By the warp that copies weights, before all threads meet; `readers`: warps that read a place of the ring.
+DEVICE void begin(const Shared& shared, const TensorMap* weight, u32 readers) {
     const u32 lane = threadIdx.x % 32;
     if (lane == 0) launch_next();
-    if (lane == 1) prefetch_map(x);
     for (u32 i = lane; i < STAGES; i += 32) {
         barrier_init(shared.full(i), 1);
         barrier_init(shared.full_x(i), 1);
@@ -129,16 +127,21 @@ DEVICE void begin(const Shared& shared, const TensorMap* weight, const TensorMap
         for (int i = 0; i < AHEAD; ++i) copy_weights(shared, weight, i, i);
 }
 
-// By one thread.
+// By the two warps that copy, afterwards: what has its own thread is not kept waiting.
 DEVICE void copy(const Shared& shared, const TensorMap* weight, const TensorMap* x) {
-    wait_for_previous();
-    for (int i = 0; i < AHEAD; ++i) copy_x(shared, x, i, i);
     Ring ring;
-    for (int step = AHEAD; step < ALL_STEPS; ++step) {
-        barrier_wait(shared.empty(ring.stage), ring.parity);
-        copy_weights(shared, weight, ring.stage, step);
-        copy_x(shared, x, ring.stage, step);
-        ring.next();
+    if (threadIdx.x == THREADS) {
+        for (int step = AHEAD; step < ALL_STEPS; ++step, ring.next()) {
+            barrier_wait(shared.empty(ring.stage), ring.parity);
+            copy_weights(shared, weight, ring.stage, step);
+        }
+    } else if (threadIdx.x == THREADS + 32) {
+        prefetch_map(x);
+        wait_for_previous();
+        for (int step = 0; step < ALL_STEPS; ++step, ring.next()) {
+            barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+            copy_x(shared, x, ring.stage, step);
+        }
     }
 }
 

@@ -16,6 +16,11 @@ constexpr bool ROW_SCALES = true;
 static_assert(!HALF && INNER % COLUMNS == 0 && SPLITS % BOXES == 0, "whole boxes, each of one split");
 static_assert(SPLITS / BOXES <= STAGES, "a warp is at most a lap ahead of another");
 
+constexpr u32 OWN_AT = (BARRIERS_AT + 24 * STAGES + 15) / 16 * 16;  // 256 bytes of each warp
+
+DEVICE void put_shared_2(u32 address, u32 low, u32 high) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
+}
 DEVICE u64 shared_words(u32 address) {
     u64 y;
     asm volatile("ld.shared.u64 %0, [%1];" : "=l"(y) : "r"(address) : "memory");
@@ -71,6 +76,46 @@ DEVICE void copy_x(const Shared& shared, const TensorMap* map, u32 stage, int st
     copy_3d(shared.x(stage), map, shared.full_x(stage), 0, 0, step % STEPS * BOXES * X_BOXES);
 }
 
+// Where the magnitude of x is `largest` at most, as bfloat16: its exponent, and a power of two that makes it float16.
+DEVICE u32 exponent_of(u32 largest) { return max(largest >> 7, 16u); }
+DEVICE u32 scale_of(u32 exponent) {
+    const u32 by = (269 - exponent) << 7;  // 2^(142 - exponent), whose inverse is a normal number too
+    return by | by << 16;
+}
+DEVICE float inverse_of(u32 exponent) { return __uint_as_float((exponent - 15) << 23); }
+DEVICE u32 scaled_f16(u32 pair, u32 scale) {
+    const u32 scaled = times(pair, scale);
+    return pack_f16(low_half(scaled), high_half(scaled));
+}
+
+// The same of one token: a lane does four columns, and `own`, 256 bytes of the warp, gives them to all.
+DEVICE void load_x_of_one(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 own, u32 gains, float& squares, bool counts) {
+    const int lane = threadIdx.x % 32;
+    const u64 words = shared_words(at + lane / 16 * X_BOX + lane % 16 * 8);
+    u32 w[2] = {u32(words), u32(words >> 32)};
+    if (NORM) {
+        const u64 gain = shared_words(gains + lane * 8);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float low = low_half(w[h]), high = high_half(w[h]);
+            if (counts) squares += low * low + high * high;
+            w[h] = times(w[h], h ? u32(gain >> 32) : u32(gain));
+        }
+    }
+    const u32 both = larger(w[0], w[1]);
+    const u32 exponent = exponent_of(__reduce_max_sync(~0u, max(both & 0x7fff, both >> 16 & 0x7fff)));
+    const u32 scale = scale_of(exponent);
+    put_shared_2(own + lane * 8, scaled_f16(w[0], scale), scaled_f16(w[1], scale));
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+        const u64 pair = shared_words(own + s * 32 + lane % 4 * 8);
+        b[s][0] = u32(pair), b[s][1] = u32(pair >> 32);
+    }
+    __syncwarp();
+    factors[0] = factors[1] = inverse_of(exponent);
+}
+
 // x of 8 tokens and 128 columns from `at` on as the products' second operand (columns 16 s + 4 q to 4 q + 3 of token
 // g), and the factors of the sums of tokens 2 q and 2 q + 1. `gains`: where the norm's weights of the columns lie.
 DEVICE void load_x(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 gains, float& squares, bool counts) {
@@ -99,18 +144,13 @@ DEVICE void load_x(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 gains, float
     u32 largest = max(both & 0x7fff, both >> 16 & 0x7fff);
     largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-    const u32 exponent = max(largest >> 7, 16u);
-    const u32 by = (269 - exponent) << 7;  // 2^(142 - exponent), whose inverse is a normal number too
+    const u32 exponent = exponent_of(largest), scale = scale_of(exponent);
 #pragma unroll
     for (int s = 0; s < 8; ++s)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const u32 scaled = times(b[s][h], by | by << 16);
-            b[s][h] = pack_f16(low_half(scaled), high_half(scaled));
-        }
+        for (int h = 0; h < 2; ++h) b[s][h] = scaled_f16(b[s][h], scale);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-        factors[i] = __uint_as_float((__shfl_sync(~0u, exponent, (2 * q + i) * 4) - 15) << 23);
+    for (int i = 0; i < 2; ++i) factors[i] = inverse_of(__shfl_sync(~0u, exponent, (2 * q + i) * 4));
 }
 
 DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bias,
@@ -139,10 +179,16 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
             barrier_wait(shared.full_x(stage), lap % 2);
             u32 b[TOKEN_TILES][8][2];
             float factors[TOKEN_TILES][2];
+            const u32 x = shared.x(stage) + place * X_BOXES * X_BOX;
+            const u32 gains = shared.base + NORM_AT + (box - turn * STEPS * BOXES) * COLUMNS * 2;
+            const bool counts = turn == 0 && part == 0;
+            if (TOKENS == 8 && tokens == 1) {
+                load_x_of_one(b[0], factors[0], x, shared.base + OWN_AT + threadIdx.x / 32 * 256, gains, squares[0], counts);
+            } else {
 #pragma unroll
-            for (int j = 0; j < TOKEN_TILES; ++j)
-                load_x(b[j], factors[j], shared.x(stage) + place * X_BOXES * X_BOX + j * 8 * ROW_BYTES,
-                       shared.base + NORM_AT + (box - turn * STEPS * BOXES) * COLUMNS * 2, squares[j], turn == 0 && part == 0);
+                for (int j = 0; j < TOKEN_TILES; ++j)
+                    load_x(b[j], factors[j], x + j * 8 * ROW_BYTES, gains, squares[j], counts);
+            }
             barrier_wait(shared.full(stage), lap % 2);
             float now[ROW_TILES][TOKEN_TILES][4];
 #pragma unroll
@@ -173,6 +219,10 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
 #pragma unroll
                     for (int e = 0; e < 4; ++e) d[r][j][e] += factors[j][e % 2] * now[r][j][e];
         }
+        if (NORM && TOKENS == 8 && tokens == 1 && turn == 0) {  // `leave` adds up four lanes
+#pragma unroll
+            for (int i = 4; i < 32; i *= 2) squares[0] += __shfl_xor_sync(~0u, squares[0], i);
+        }
         if (TILES == 1) named_sync(1, THREADS);  // the last of the ring has been read
         leave(shared, d, squares, turn == 0);
         named_sync(1, THREADS);
@@ -190,22 +240,20 @@ DEVICE void load_scales(const Shared& shared, const float* scales) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
     product(const __grid_constant__ TensorMap codes, const unsigned char* weight, const __grid_constant__ TensorMap x,
             const float* norm, const float* bias, const unsigned short* residual, unsigned short* out, int tokens,
             float eps) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
-    if (threadIdx.x >= THREADS) {
-        begin(shared, &codes, &x, BOXES * PARTS);
-    } else {
+    if (threadIdx.x / 32 == WARPS) begin(shared, &codes, BOXES * PARTS);
+    if (threadIdx.x < THREADS) {
         load_scales(shared, (const float*)(weight + SCALES));
         if (NORM) load_norm(shared, norm);
     }
     __syncthreads();
     if (threadIdx.x >= THREADS) {
-        if (threadIdx.x == THREADS) copy(shared, &codes, &x);
-        else wait_for_previous();
+        copy(shared, &codes, &x);
     } else {
         wait_for_previous();
         compute(shared, tokens, eps, bias, residual, out);
