@@ -57,7 +57,7 @@ inline void land(const Box& box) {
 
 // One that is waited for lets others go on, and at times a copy land, whichever.
 inline void idle() {
-    if (!coming.empty() && random() % 64 == 0) {
+    if (!coming.empty() && random() % 4096 == 0) {
         std::swap(coming[random() % coming.size()], coming.back());
         const Box box = coming.back();
         coming.pop_back();
