@@ -11,8 +11,10 @@ import pytest
 from tests.kernels.interpreter import skip_where_the_interpreter_fails
 
 from pelton.kernels.launch import COUNTER_BYTES, CallSpec, KernelSource, LaunchSpec, MatmulSpec, OperandSpec
-from pelton.kernels.linear.products import Form
+from pelton.kernels.linear import hopper
+from pelton.kernels.linear.products import MOST_NORMED, Form
 from pelton.kernels.linear.rows8 import supports_rows8, unpacked, unpacked_bytes
+from pelton.kernels.linear.tiles import PROCESSORS, rows8_tiles
 from pelton.kernels.tactic import NodeSpec, TensorSpec
 
 UNPACK = """
@@ -93,3 +95,25 @@ def test_dense_rows_are_multiplied_by_what_can(gated: bool, bias: bool, n: int, 
         assert multiply.weight.offset == where
     space = unpacked_bytes(form, node(n=n), 40)
     assert where - COUNTER_BYTES + n * 256 * 2 <= space
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+@pytest.mark.parametrize("k", [128, 1024, 4096, 8192, 16384, 53248])
+@pytest.mark.parametrize("n", [1, 33, 1024, 4096, 6144, 14336, 28672, 128256])
+def test_there_are_tiles_for_every_shape(n: int, k: int, tokens: int) -> None:
+    for kind, norm in (("", None), ("", 3), ("silu", 3), ("silu", None)):
+        if norm is not None and k > MOST_NORMED:
+            continue
+        product = hopper.HopperProduct(
+            n=n, k=k, kind=kind, dtype="bfloat16", max_tokens=tokens, residual=None, norm=norm, bias=False,
+            quant="fp8_row",
+        )  # fmt: skip
+        tiles = next(t for t in rows8_tiles(n, k, tokens, bool(kind)) if hopper.plan(product, t))
+        plan = hopper.plan(product, tiles)
+        assert plan is not None
+        rows = tiles.rows // 2 if kind else tiles.rows
+        assert plan.workers * plan.each * rows >= n > (plan.workers * plan.each - plan.workers) * rows
+        assert tiles.rows % (16 * tiles.warps // tiles.splits) == 0 and tiles.rows <= 256
+        # Blocks share what there is but for a fifth, where it is worth sharing.
+        if n * k > 1 << 22:
+            assert n * 1.35 >= plan.each * rows * min(PROCESSORS, -(-n // rows))

@@ -103,7 +103,7 @@ def few(form: Form, tokens: int) -> Launches:
         if not p.copies():
             return unpacked(form, call, max_tokens)
         product = hopper_call(form, call, max_tokens)
-        tiles = next(t for t in rows8_tiles(p.n, tokens, form.gated) if hopper.plan(product, t))
+        tiles = next(t for t in rows8_tiles(p.n, p.k, tokens, form.gated) if hopper.plan(product, t))
         return (hopper.product(call, product, tiles),)
 
     return launches

@@ -100,15 +100,18 @@ def hopper_tiles(n: int, tokens: int, gated: bool) -> HopperTiles:
     return HopperTiles(tokens, 16 * each * warps, 1, warps, 1)
 
 
-#: Rows of the weight, in sixteens, that share columns of codes; that a warp takes at most.
-_SHARED_8, _TALLEST_8 = 4, 7
+#: Rows of the weight, in sixteens, that a warp takes at most.
+_TALLEST_8 = 7
+#: Of short tiles, boxes that are copied together where there are so many columns.
+_LONG, _BOXES_LONG = 1 << 13, 4
 
 
-def rows8_tiles(n: int, tokens: int, gated: bool) -> Iterator[HopperTiles]:
+def rows8_tiles(n: int, k: int, tokens: int, gated: bool) -> Iterator[HopperTiles]:
     """The same where the weight is 8-bit codes, best first: what a warp does to x is the dearer the fewer
-    rows it is for, and few tiles are dealt out unevenly."""
+    rows it is for, copies of a few KiB are slow, and few tiles are dealt out unevenly."""
     tall = -(-(2 * n if gated else n) // (16 * PROCESSORS))  # sixteens of a multiprocessor
-    if tall <= _SHARED_8:
-        yield HopperTiles(tokens, 16 * tall, 1, 8, 8)
+    turns = -(-tall // _TALLEST_8)
+    for boxes in (*((_BOXES_LONG,) if k >= _LONG and tall <= 2 else ()), 2, 1):
+        yield HopperTiles(tokens, 16 * -(-tall // turns), boxes, 8, 8)
     for turns in range(-(-tall // (2 * _TALLEST_8)), tall + 1):
         yield HopperTiles(tokens, 32 * -(-tall // (2 * turns)), 1, 8, 4)
