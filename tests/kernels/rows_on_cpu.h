@@ -63,7 +63,7 @@ inline void idle() {
         coming.pop_back();
         land(box);
     }
-    swapcontext(&now->context, &scheduler);
+    leave();
 }
 
 inline u32 map2(u32 a, u32 b, float (*f)(float, float)) {
