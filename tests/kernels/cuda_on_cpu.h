@@ -128,11 +128,10 @@ inline Block& block() { return blocks[now->block.x - first]; }
 inline Warp& warp() { return block().warps[now->thread.x / 32]; }
 inline int lane() { return now->thread.x % 32; }
 
-// Others run meanwhile: the compiler must not look into these two and believe that nothing has changed.
-__attribute__((noipa)) inline void leave() {
+inline void leave() {
     if (!_setjmp(now->place)) _longjmp(scheduler, 1);
 }
-__attribute__((noipa)) inline void resume(Fiber& fiber) {
+__attribute__((noinline)) inline void resume(Fiber& fiber) {
     now = &fiber;
     if (_setjmp(scheduler)) return;
     if (fiber.begun) _longjmp(fiber.place, 1);

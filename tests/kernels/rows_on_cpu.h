@@ -1,10 +1,6 @@
-// Besides cuda_on_cpu.h, what products of whole rows need: barriers with bytes to come, tensor copies that land in
-// any order, products of float16, conversions of codes.
+// Besides cuda_on_cpu.h, what products of whole rows need: tensor copies, products of float16, conversions of codes.
 #pragma once
 #include "cuda_on_cpu.h"
-
-#include <map>
-#include <random>
 
 #define __grid_constant__
 
@@ -14,67 +10,26 @@ struct TensorMap {  // base, bytes of an element, rank, then up to three sizes, 
 
 namespace cpu {
 
-struct Barrier {
-    int needed = 0, arrived = 0, bytes = 0, phase = 0;
-    void settle() {
-        if (arrived == needed && bytes == 0) arrived = 0, ++phase;
-    }
-};
-struct Box {
-    u32 target;
-    const TensorMap* map;
-    u32 barrier;
-    int at[3];
-};
+alignas(16) inline const unsigned char zeros[16] = {};
 
-inline std::map<u32, Barrier> barriers;
-inline std::map<u32, Meeting> named;
-inline std::vector<Box> coming;
-inline std::mt19937 random;
-
-inline void land(const Box& box) {
-    const u64* w = box.map->words;
-    const u64 item = w[1], rank = w[2];
-    const u64* shape = w + 3;
-    const u64* strides = w + 6;
-    const u64* size = w + 8;
-    u32 written = 0;
-    for (u64 z = 0; z < (rank > 2 ? size[2] : 1); ++z)
+// A box lands at once, as its parts of 16 bytes; a few come very late.
+inline void copy_box(u32 target, const TensorMap* map, u32 barrier, const int (&at)[3]) {
+    const u64 *w = map->words, *shape = w + 3, *strides = w + 6, *size = w + 8, item = w[1];
+    const int wait = rand() % 8 ? rand() % 50 : rand() % 3000;
+    const bool deep = w[2] > 2;
+    u32 to = target;
+    for (u64 z = 0; z < (deep ? size[2] : 1); ++z)
         for (u64 y = 0; y < size[1]; ++y)
-            for (u64 x = 0; x < size[0]; ++x, written += item) {
-                const u64 i[3] = {box.at[0] + x, box.at[1] + y, rank > 2 ? box.at[2] + z : 0};
-                const bool inside = i[0] < shape[0] && i[1] < shape[1] && (rank < 3 || i[2] < shape[2]);
-                const u64 from = w[0] + i[0] * item + i[1] * strides[0] + (rank > 2 ? i[2] * strides[1] : 0);
-                u32 to = box.target + written;
-                to ^= (to >> 7 & 7) << 4;  // the swizzle of 128 bytes
-                if (inside) memcpy(shared_memory() + to, (const void*)from, item);
-                else memset(shared_memory() + to, 0, item);
+            for (u64 x = 0; x < size[0]; x += 16 / item, to += 16) {
+                const u64 i[3] = {at[0] + x, at[1] + y, deep ? at[2] + z : 0};
+                const bool inside = i[0] < shape[0] && i[1] < shape[1] && (!deep || i[2] < shape[2]);
+                const u64 from = w[0] + i[0] * item + i[1] * strides[0] + (deep ? i[2] * strides[1] : 0);
+                const u32 swizzled = to ^ (to >> 7 & 7) << 4;
+                block().bulk.push_back({swizzled, inside ? (const unsigned char*)from : zeros, 16, barrier, wait});
             }
-    Barrier& barrier = barriers.at(box.barrier);
-    barrier.bytes -= written;
-    barrier.settle();
 }
 
-// One that is waited for lets others go on, and at times a copy land, whichever.
-inline void idle() {
-    if (!coming.empty() && random() % 4096 == 0) {
-        std::swap(coming[random() % coming.size()], coming.back());
-        const Box box = coming.back();
-        coming.pop_back();
-        land(box);
-    }
-    leave();
-}
-
-inline u32 map2(u32 a, u32 b, float (*f)(float, float)) {
-    return pack(f(of_bits(a << 16), of_bits(b << 16)), f(of_bits(a & 0xffff0000), of_bits(b & 0xffff0000)));
-}
-inline float half_of(u32 bits) {
-    const unsigned short h = bits;
-    _Float16 x;
-    memcpy(&x, &h, 2);
-    return float(x);
-}
+inline float half_of(u32 bits) { return ::of_half(bits); }
 inline u32 half_bits(float x) {
     const _Float16 h = _Float16(x);
     unsigned short bits;
@@ -104,68 +59,33 @@ inline void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], float (*val
 
 }  // namespace cpu
 
-inline float __uint_as_float(u32 bits) { return cpu::of_bits(bits); }
-inline u32 __float_as_uint(float x) { return cpu::bits_of(x); }
-inline float __expf(float x) { return expf(x); }
-inline u32 __shfl_sync(u32, u32 x, int from) {
-    cpu::warp().shared[cpu::lane()][0] = x;
-    __syncwarp();
-    const u32 y = cpu::warp().shared[from][0];
-    __syncwarp();
-    return y;
-}
-inline u32 __shfl_xor_sync(u32 all, u32 x, int mask) { return __shfl_sync(all, x, cpu::lane() ^ mask); }
-
-inline u32 __reduce_max_sync(u32, u32 x) {
-    for (int i = 1; i < 32; i *= 2) x = max(x, __shfl_xor_sync(~0u, x, i));
+inline u32 __reduce_max_sync(u32 all, u32 x) {
+    for (int i = 1; i < 32; i *= 2) x = max(x, __shfl_xor_sync(all, x, i));
     return x;
-}
-
-inline void barrier_init(u32 barrier, u32 arrivals) { cpu::barriers[barrier] = {int(arrivals)}; }
-inline void barrier_init_fence() {}
-inline void barrier_arrive(u32 barrier) {
-    ++cpu::barriers.at(barrier).arrived;
-    cpu::barriers.at(barrier).settle();
-}
-inline void barrier_expect(u32 barrier, u32 bytes) {
-    cpu::barriers.at(barrier).bytes += bytes;
-    barrier_arrive(barrier);
-}
-inline void barrier_wait(u32 barrier, u32 parity) {
-    while (u32(cpu::barriers.at(barrier).phase % 2) == parity) cpu::idle();
-}
-inline void named_sync(u32 id, u32 threads) {
-    cpu::named[id].needed = threads;
-    cpu::meet(cpu::named[id]);
 }
 inline void prefetch_map(const TensorMap*) {}
 inline void copy_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
-    cpu::coming.push_back({target, map, barrier, {x, y, 0}});
+    cpu::copy_box(target, map, barrier, {x, y, 0});
 }
 inline void copy_3d(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z) {
-    cpu::coming.push_back({target, map, barrier, {x, y, z}});
+    cpu::copy_box(target, map, barrier, {x, y, z});
 }
-
 inline void load_4(u32 (&r)[4], u32 address) { load_matrices(r, address); }
 inline void load_2(u32 (&r)[2], u32 address) {
     u32 both[4];
     load_matrices(both, address);
     r[0] = both[0], r[1] = both[1];
 }
-inline u32 shared_word(u32 address) {
-    u32 y;
-    memcpy(&y, shared_memory() + address, 4);
-    return y;
-}
-inline u64 shared_words(u32 address) { return shared_word(address) | u64(shared_word(address + 4)) << 32; }
-inline void put_shared(u32 address, u32 value) { memcpy(shared_memory() + address, &value, 4); }
-inline void put_shared_2(u32 address, u32 low, u32 high) { put_shared(address, low), put_shared(address + 4, high); }
-inline void put_shared_4(u32 address, const float (&d)[4]) { memcpy(shared_memory() + address, d, 16); }
-inline u32 times(u32 a, u32 b) {
-    return cpu::map2(a, b, [](float x, float y) { return x * y; });
+inline u32 shared_word(u32 address) { return shared_value<u32>(address); }
+inline u64 shared_words(u32 address) { return shared_value<u64>(address); }
+inline void put_shared(u32 address, u32 value) { shared_value<u32>(address) = value; }
+inline void put_shared_2(u32 address, u32 low, u32 high) { shared_value<u64>(address) = low | u64(high) << 32; }
+inline void put_shared_4(u32 address, const float (&d)[4]) {
+    for (int i = 0; i < 4; ++i) shared_value<float>(address + 4 * i) = d[i];
 }
 inline u32 larger(u32 a, u32 b) {
-    return cpu::map2(a, b, [](float x, float y) { return std::max(fabsf(x), fabsf(y)); });
+    auto of = [](float x, float y) { return max(fabsf(x), fabsf(y)); };
+    return pack(of(to_float(a), to_float(b)), of(to_float(a >> 16), to_float(b >> 16)));
 }
 inline u32 pack_f16(float low, float high) { return cpu::half_bits(low) | cpu::half_bits(high) << 16; }
 #if EIGHT
@@ -179,6 +99,6 @@ inline void decode(u32 codes, u32& low, u32& high) {
 inline void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { cpu::mma(d, a, b, cpu::half_of); }
 #else
 inline void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    cpu::mma(d, a, b, [](u32 bits) { return cpu::of_bits(bits << 16); });
+    cpu::mma(d, a, b, [](u32 bits) { return to_float(bits); });
 }
 #endif

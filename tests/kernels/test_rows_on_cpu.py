@@ -28,12 +28,8 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++
 FOLDER = Path(hopper.__file__).parent
 RUN = """
 extern "C" int run(int threads, int bytes, int workers, %s) {
-    for (int b = 0; b < workers; ++b) {
-        cpu::barriers.clear();
-        cpu::coming.clear();
-        cpu::named.clear();
+    for (int b = 0; b < workers; ++b)
         if (!cpu::run(1, threads, bytes, b, 0, [&] { product(%s); })) return 1;
-    }
     return 0;
 }
 """
