@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from h200_kernels import BANDWIDTH, Bench, compile_or_none, operand
 
 from pelton.builder.tactics import supporting
+from pelton.engine.cuda.launcher import MATMUL_ADDRESSES
 from pelton.engine.resources import cores
 from pelton.ir.tensors import f32_to_bf16
 from pelton.kernels.gpu.driver import Event, Memory, capture
@@ -128,9 +129,9 @@ class Chain:
                 return 0
             if argument.kind == "workspace":
                 return self._bench.workspace.address + argument.offset
-            return inputs[argument.index] if argument.kind == "input" else output
+            return (inputs[argument.index] if argument.kind == "input" else output) + argument.offset
 
-        given: dict[str, Any] = {n: address(getattr(work, n)) for n in ("x", "weight", "out", "residual")}
+        given: dict[str, Any] = {n: address(getattr(work, n)) for n in MATMUL_ADDRESSES}
         given |= {n: getattr(work, n) for n in ("n", "k", "x_row", "dtype", "out_dtype")}
         return lambda: self._bench.cublas.matmul(self._bench.stream, tokens=self._tokens, **given)
 

@@ -87,6 +87,10 @@ def edit(path: Callable[[Any], Any], **fields: Any) -> Callable[[Any], None]:
         (edit(lambda c: first(c, "matmul"), n=1 << 20), "reaches beyond its"),
         (edit(lambda c: first(c, "matmul"), x_row=1 << 20), "reaches beyond its"),
         (edit(lambda c: first(c, "matmul"), dtype="int32"), "a product of int32"),
+        (edit(lambda c: first(c, "matmul"), dtype="float8_e4m3fn"), "with 0 vectors of scales"),
+        (edit(lambda c: first(c, "matmul")["weight"], offset=1 << 40), "into input 1"),
+        (edit(lambda c: first(c, "matmul")["weight"], offset=16), "reaches beyond its input 1"),
+        (edit(lambda c: argument(c, "input"), offset=-16), "an address -16 bytes into input"),
     ],
 )
 def test_what_was_edited_is_said(

@@ -50,7 +50,7 @@ class TensorMap(msgspec.Struct, frozen=True):
 class Argument(msgspec.Struct, frozen=True, omit_defaults=True):
     """One kernel parameter: an address, a number or a tensor map.
 
-    - ``input``, ``output``: address of the call's operand ``index``;
+    - ``input``, ``output``: address of the call's operand ``index``, ``offset`` bytes on;
     - ``workspace``: address ``offset`` bytes into the shared scratch;
     - ``dim``: a step's size, int32; ``int`` (int32), ``float`` (float32): ``value``;
     - ``tensor_map``: 128 bytes that describe operand ``index`` of the side ``of``, or the scratch from byte
@@ -130,7 +130,8 @@ class MatmulSpec:
     """A product left to cuBLASLt: ``out = x @ weight.T (+ residual)``, ``n`` columns, ``k`` inner.
 
     It has the rows of the call's input 0. ``x_row``, ``residual_row``: elements from one row to the next;
-    ``dtype`` of all but the result and the residual, which are ``out_dtype``.
+    ``dtype`` of all but the result and the residual, which are ``out_dtype``. Of float8_e4m3fn, x and weight
+    have a float32 scale for each row: ``x_scales``, ``weight_scales``.
     """
 
     n: int
@@ -143,6 +144,8 @@ class MatmulSpec:
     out: Argument
     residual: Argument | None = None
     residual_row: int = 0
+    x_scales: Argument | None = None
+    weight_scales: Argument | None = None
 
 
 Work = LaunchSpec | MatmulSpec

@@ -51,6 +51,8 @@ class Matmul(msgspec.Struct, frozen=True, kw_only=True, tag="matmul"):
     out: Argument
     residual: Argument | None = None
     residual_row: int = 0
+    x_scales: Argument | None = None
+    weight_scales: Argument | None = None
 
 
 Work = Launch | Matmul

@@ -26,7 +26,7 @@ _MAX_THREADS = 1024
 _MAX_GRID = ((1 << 31) - 1, 65535, 65535)
 _MAX_SCRATCH = 4
 _INT32 = 1 << 31
-_MATMUL_TYPES = ("float32", "float16", "bfloat16")
+_MATMUL_TYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 
 
 def read_code(engine: Engine, device: Device) -> Code:
@@ -124,7 +124,11 @@ class _Check:
     def _argument(self, argument: Argument) -> None:
         match argument.kind:
             case "input" | "output":
-                self._operand(argument)
+                operand = self._operand(argument)
+                if not 0 <= argument.offset <= self._bytes_from(operand):
+                    raise self._refuse(
+                        f"an address {argument.offset} bytes into {argument.kind} {argument.index}"
+                    )
             case "workspace":
                 # At the very end where a kernel that can share its work has no need to.
                 if not 0 <= argument.offset <= self._workspace or argument.offset % 16:
@@ -177,6 +181,9 @@ class _Check:
             raise self._refuse(f"a product of {work.n} columns over {work.k}, rows {work.x_row} apart")
         if work.dtype not in _MATMUL_TYPES or work.out_dtype not in _MATMUL_TYPES:
             raise self._refuse(f"a product of {work.dtype} to {work.out_dtype}")
+        scales = work.x_scales, work.weight_scales
+        if any((scale is not None) != (work.dtype == "float8_e4m3fn") for scale in scales):
+            raise self._refuse(f"a product of {work.dtype} with {2 - scales.count(None)} vectors of scales")
         dim = self._plan.operands[self._instruction.inputs[0]].shape[0]
         rows = self._dims[dim] if isinstance(dim, str) else dim
         item, out_item = ITEMSIZE[work.dtype], ITEMSIZE[work.out_dtype]
@@ -184,6 +191,9 @@ class _Check:
         self._reach(work.x, ((rows - 1) * work.x_row + work.k) * item)
         self._reach(work.weight, work.n * work.k * item)
         self._reach(work.out, result)
+        for scale, count in zip(scales, (rows, work.n), strict=True):
+            if scale is not None:
+                self._reach(scale, 4 * count)
         if work.residual is not None:
             row = work.residual_row or work.n
             if row < 1:
@@ -198,7 +208,7 @@ class _Check:
         if argument.kind == "workspace":
             room = self._workspace - argument.offset
         else:
-            room = self._bytes_from(self._operand(argument))
+            room = self._bytes_from(self._operand(argument)) - argument.offset
         if nbytes > room:
             raise self._refuse(f"a product that reaches beyond its {argument.kind} {argument.index}")
 

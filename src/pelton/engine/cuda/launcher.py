@@ -92,6 +92,7 @@ class _Bound:
 
 #: What a product is besides its addresses.
 _MATMUL = ("n", "k", "x_row", "dtype", "out_dtype", "residual_row")
+MATMUL_ADDRESSES = ("x", "weight", "out", "residual", "x_scales", "weight_scales")
 
 
 class _Product:
@@ -167,7 +168,7 @@ class Launcher:
         if isinstance(work, Launch):
             return self._bind(instruction, work)
         assert self._cublas is not None
-        arguments = {"x": work.x, "weight": work.weight, "out": work.out, "residual": work.residual}
+        arguments = {name: getattr(work, name) for name in MATMUL_ADDRESSES}
         addresses = {n: self._pointer(instruction, a) for n, a in arguments.items() if a is not None}
         rows = self._plan.operands[instruction.inputs[0]].shape[0]
         return _Product(self._cublas, work, str(rows), addresses)
@@ -175,9 +176,11 @@ class Launcher:
     def _pointer(self, instruction: Instruction, argument: Argument) -> int:
         match argument.kind:
             case "input":
-                return self._address_of(self._plan.operands[instruction.inputs[argument.index]])
+                operand = self._plan.operands[instruction.inputs[argument.index]]
+                return self._address_of(operand) + argument.offset
             case "output":
-                return self._address_of(self._plan.operands[instruction.outputs[argument.index]])
+                operand = self._plan.operands[instruction.outputs[argument.index]]
+                return self._address_of(operand) + argument.offset
             case "workspace":
                 return self._workspace + argument.offset
         raise AssertionError(f"{argument.kind} is no address")

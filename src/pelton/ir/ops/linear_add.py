@@ -40,6 +40,10 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         x, r = torch.randn(5, 256, generator=g), torch.randn(5, 48, generator=g)
         w = torch.randn(48, 256, generator=g) / 16
         yield Sample(args=(x, w, torch.randn(48, generator=g), r), name=f"{quant} 5x48x256", quant={1: quant})
+    for quant in ("fp8_row", "int8_row"):  # whose kernels on GPUs share columns between blocks
+        x, r = torch.randn(134, 1152, generator=g), torch.randn(134, 72, generator=g)
+        w = torch.randn(72, 1152, generator=g) / 32
+        yield Sample(args=(x, w, None, r), name=f"{quant} 134x72x1152", quant={1: quant})
     wide = torch.randn(4, 300, generator=g)
     w = torch.randn(24, 64, generator=g) / 8
     yield Sample(args=(wide[:, 100:164], w, None, wide[:, :24]), name="strided rows", quant={1: "float32"})

@@ -14,9 +14,11 @@ from pelton.errors import EngineError, MissingDependencyError
 from pelton.kernels.gpu import shared_library
 from pelton.kernels.gpu.driver import Memory, Stream, address, check_context
 
-_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
+_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14, "float8_e4m3fn": 28}
 _COMPUTE_32F, _R_32F = 68, 0
 _TRANSA, _TRANSPOSED = 3, 1
+#: Scales of the weight and of x: where they are, and that there is one for each row.
+_SCALES, _SCALE_MODES, _OUTER_VECTOR = (17, 18), (31, 32), 3
 _MAX_WORKSPACE = 1
 WORKSPACE_BYTES = 32 << 20
 #: cublasLtMatrixLayoutAttribute_t: columns, which are tokens
@@ -78,6 +80,16 @@ class _Shape:
         _call("cublasLtMatmulDescCreate", C.byref(self.description), _COMPUTE_32F, _R_32F)
         transposed = C.c_int32(_TRANSPOSED)
         _call("cublasLtMatmulDescSetAttribute", self.description, _TRANSA, C.byref(transposed), C.c_size_t(4))
+        if dtype == "float8_e4m3fn":
+            mode = C.c_int32(_OUTER_VECTOR)
+            for attribute in _SCALE_MODES:
+                _call(
+                    "cublasLtMatmulDescSetAttribute",
+                    self.description,
+                    attribute,
+                    C.byref(mode),
+                    C.c_size_t(4),
+                )
         self.layouts = (
             _layout(dtype, k, n, k),
             _layout(dtype, k, 1, x_row),
@@ -95,6 +107,19 @@ class _Shape:
             for layout in self.layouts[1:]:
                 _call("cublasLtMatrixLayoutSetAttribute", layout, _COLUMNS, C.byref(count), C.c_size_t(8))
             self._tokens = tokens
+
+    def set_scales(self, weight: int, x: int) -> None:
+        """Addresses of float32 vectors, where rows have scales."""
+        for attribute, scales in zip(_SCALES, (weight, x), strict=True):
+            if scales:
+                where = C.c_void_p(scales)
+                _call(
+                    "cublasLtMatmulDescSetAttribute",
+                    self.description,
+                    attribute,
+                    C.byref(where),
+                    C.c_size_t(8),
+                )
 
     def close(self) -> None:
         for layout in self.layouts:
@@ -136,16 +161,20 @@ class CublasLt:
         out: int,
         residual: int = 0,
         residual_row: int = 0,
+        x_scales: int = 0,
+        weight_scales: int = 0,
     ) -> None:
         """``out`` (tokens, n) = ``x`` (tokens, k) @ ``weight`` (n, k) transposed (+ ``residual``).
 
         Addresses of the device; the residual is of ``out``'s shape and type, 0: none. ``x_row``,
-        ``residual_row``: elements from one row to the next (0: ``n``).
+        ``residual_row``: elements from one row to the next (0: ``n``). ``x_scales`` (tokens) and
+        ``weight_scales`` (n), float32: what rows of float8_e4m3fn are to be multiplied by.
         """
         key = (n, k, x_row, dtype, out_dtype, residual_row or n)
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes[key] = _Shape(*key)
+        shape.set_scales(weight_scales, x_scales)
         algorithm = self._algorithm(shape, tokens)
         shape.set_tokens(tokens)
         a, b, c, d = shape.layouts

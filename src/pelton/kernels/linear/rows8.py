@@ -16,7 +16,7 @@ from pelton.kernels.gated_activation.cuda import KINDS
 from pelton.kernels.gpu_rows8 import TYPES, row_bytes, scales_at
 from pelton.kernels.launch import Builder, CallSpec, Term, Work, workspace
 from pelton.kernels.linear import hopper
-from pelton.kernels.linear.packed import UNPACK, X_CODES, type_constants
+from pelton.kernels.linear.packed import UNPACK, type_constants
 from pelton.kernels.linear.products import (
     MOST_NORMED,
     Form,
@@ -50,8 +50,6 @@ def supports_rows8(form: Form, node: NodeSpec) -> bool:
     return (
         weight.quant in TYPES
         and int(weight.shape[1]) % COLUMNS == 0
-        # Products of codes with codes are still mma16's.
-        and node.activations != X_CODES[weight.quant]
         and all(t is None or (t.quant or t.dtype) == "float32" for t in vectors)
         and all(t is not None and t.dtype == "bfloat16" for t in rows)
         and (not form.gated or node.attrs["kind"] in KINDS)

@@ -1,5 +1,6 @@
 """Products that are added to a residual, on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
+from pelton.kernels.linear.hopper_products import product_tactics
 from pelton.kernels.linear.packed import packed_tactics
 from pelton.kernels.linear.packed_few import few_tactics
 from pelton.kernels.linear.packed_many import many_tactics
@@ -13,4 +14,5 @@ TACTICS = [
     *few_tactics("linear_add", FORM),
     *many_tactics("linear_add", FORM),
     *rows8_tactics("linear_add", FORM),
+    *product_tactics("linear_add", FORM),
 ]

@@ -1,0 +1,452 @@
+// Products of some dozens to thousands of rows with a matrix, both along the sum: compute capability 9.0.
+//
+// A block takes tiles of X_ROWS rows of x by ROWS rows of the weight. One warp copies 128 bytes of each row through
+// tensor maps into a ring of STAGES; it begins with weights, before the kernel ahead in the stream has ended. Warp
+// groups, WG_M by WG_N, multiply M_TILES times 64 rows of x by COLUMNS rows of the weight each: x is the tensor
+// core's tall operand, since rows of the weight can then be dealt out to multiprocessors in sixteens.
+//
+// Blocks may form clusters of SPLIT x SHARE. SHARE blocks have the same rows of the weight: each copies a share of
+// them to all. SPLIT blocks share a tile's columns: each adds up, in one order, a share of their sums, through the
+// cluster's distributed shared memory.
+//
+// With codes (CODE 1: e4m3, 2: int8) x and weight have 8 bits, a float32 scale for each row. Of EXACT, x is two
+// codes: rows 16 i + j and 16 i + j + 8 are the high and the low part of row 8 i + j, and meet in a thread: high +
+// low / 16 (e4m3), 256 high + low (int8). Tensor cores add products of e4m3 with 14 bits: every PROMOTE units (0:
+// never) sums are taken over in float32.
+//
+// Constants: CODE (0: bfloat16, or float16 with HALF), RESULTS of INNER columns; WG_M, WG_N, M_TILES, COLUMNS
+// (16 SIXTEENS), X_BOX (rows of x that are copied, up to X_ROWS), STAGES, SPLIT, SHARE, PROMOTE, EXACT; GATED (0: no;
+// else the activation: silu 1, gelu 2, gelu_tanh 3, relu 4; the weight has RESULTS gate rows, then as many up rows,
+// and eights of either alternate in a tile); BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to row).
+#include "hopper.cuh"
+#include "sums.cuh"
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+
+constexpr int ROW_BYTES = 128, UNIT = CODE ? 128 : 64, HALVES = GATED ? 2 : 1;
+constexpr int GROUPS = WG_M * WG_N, THREADS = 128 * GROUPS;
+constexpr int X_ROWS = 64 * M_TILES * WG_M, ROWS = COLUMNS * WG_N, VALUES = COLUMNS / 2;
+constexpr int TOKENS = EXACT ? X_ROWS / 2 : X_ROWS;  // of a tile
+constexpr int TILE = ROWS / HALVES, TILES = (RESULTS + TILE - 1) / TILE, CLUSTER = SPLIT * SHARE;
+constexpr int UNITS = (INNER + UNIT - 1) / UNIT;
+constexpr u32 X_SPACE = X_ROWS * ROW_BYTES, W_BYTES = ROWS * ROW_BYTES, STAGE_SPACE = X_SPACE + W_BYTES;
+constexpr u32 STAGE_BYTES = X_BOX * ROW_BYTES + W_BYTES, BARRIERS_AT = STAGES * STAGE_SPACE;
+// Scales of the tile's rows of the weight and what is added to them, of each warp group.
+constexpr u32 SCALES_AT = BARRIERS_AT + 16 * STAGES, VECTOR = COLUMNS * 4;
+constexpr u32 SUMS = THREADS * M_TILES * VALUES * 4;
+static_assert(COLUMNS == 16 * SIXTEENS && RESULTS % 8 == 0, "sixteens of rows");
+static_assert(X_BOX <= X_ROWS && ROWS % (8 * HALVES * SHARE) == 0, "whole eights of rows are shared");
+static_assert(SPLIT == 1 || SUMS <= BARRIERS_AT, "the sums lie in the ring");
+static_assert(SPLIT == 1 || M_TILES <= 2, "scales are chosen between two");
+static_assert(SPLIT <= UNITS, "a unit for every block");
+
+#if CODE == 2
+typedef int Sum;
+#define SUM(value) "+r"(value)
+#define PRODUCT "k32.s32.s8.s8 {"
+#define FACTORS "p"
+#elif CODE == 1
+typedef float Sum;
+#define SUM(value) "+f"(value)
+#define PRODUCT "k32.f32.e4m3.e4m3 {"
+#define FACTORS "p, 1, 1"
+#else
+typedef float Sum;
+#define SUM(value) "+f"(value)
+#define PRODUCT "k16.f32." ELEMENT "." ELEMENT " {"
+#define FACTORS "p, 1, 1, 0, 0"
+#endif
+#define PASTE_(a, b) a##b
+#define PASTE(a, b) PASTE_(a, b)
+#define TEXT_(a) #a
+#define TEXT(a) TEXT_(a)
+
+// d (64 x COLUMNS) = a (64 x 32 bytes) @ b (COLUMNS x 32 bytes) transposed; plus d where `add`.
+DEVICE void multiply(Sum (&d)[VALUES], u64 a, u64 b, u32 add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n" TEXT(COLUMNS) PRODUCT PASTE(SUM_NAMES_, SIXTEENS) "}, %0, %1, " FACTORS
+                 ";\n}"
+                 : "+l"(a), "+l"(b), "+r"(add), PASTE(SUM_VALUES_, SIXTEENS)(d));
+}
+
+// Rows of the weight; with SHARE, to the same place of all blocks of the cluster in `blocks`, and of their barriers.
+DEVICE void copy_rows(u32 target, const TensorMap* map, u32 barrier, int column, int row, u16 blocks) {
+    if (GATED && SHARE > 1)
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+            "[%1, {%3, %4, %4, %5}], [%2], %6;" ::"r"(target),
+            "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(row / 8), "h"(blocks)
+            : "memory");
+    else if (GATED)
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5}], "
+            "[%2];" ::"r"(target),
+            "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(row / 8)
+            : "memory");
+    else if (SHARE > 1)
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+            "[%1, {%3, %4}], [%2], %5;" ::"r"(target),
+            "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(blocks)
+            : "memory");
+    else copy_2d(target, map, barrier, column, row);
+}
+
+DEVICE u32 of_block(u32 address, int rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+DEVICE void arrive_at_block(u32 barrier, int rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(of_block(barrier, rank)) : "memory");
+}
+
+DEVICE void cluster_sync() {
+    if (CLUSTER == 1) return;
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+DEVICE float low_half(u32 w) {
+#if HALF
+    float y;
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(y) : "r"(w));
+    return y;
+#else
+    return __uint_as_float(w << 16);
+#endif
+}
+DEVICE float high_half(u32 w) { return low_half(w >> 16); }
+DEVICE float rounded(float x) { return low_half(pack(x, 0.0f)); }
+
+DEVICE float activate(float v) {
+    if (GATED == 1) return __fdividef(v, 1.0f + __expf(-v));
+    if (GATED == 2) return 0.5f * v * (1.0f + erff(v * 0.7071067811865476f));
+    if (GATED == 3) {
+        const float u = 0.7978845608028654f * (v + 0.044715f * v * v * v);
+        return 0.5f * v * (2.0f - 2.0f / (__expf(2.0f * u) + 1.0f));
+    }
+    return fmaxf(v, 0.0f);
+}
+
+struct Shared {
+    u32 base;
+    DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 16 * stage; }
+    DEVICE u32 empty(u32 stage) const { return full(stage) + 8; }
+    DEVICE u32 x(u32 stage) const { return base + stage * STAGE_SPACE; }
+    DEVICE u32 w(u32 stage) const { return x(stage) + X_SPACE; }
+};
+
+// The place in a ring.
+struct Ring {
+    u32 stage = 0, parity = 0;
+    DEVICE void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// What a block takes: items `first`, `first + step`, ..., which are a tile of rows of the weight and SHARE tiles of x,
+// those of one tile behind each other; of each, `units` units from `unit` on.
+struct Work {
+    int share, split, x_items, items, first, step, unit, units;
+    DEVICE explicit Work(int tokens) {
+        const int rank = blockIdx.x % CLUSTER;
+        share = rank % SHARE, split = rank / SHARE;
+        x_items = (tokens + TOKENS * SHARE - 1) / (TOKENS * SHARE), items = TILES * x_items;
+        first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+        unit = UNITS * split / SPLIT, units = UNITS * (split + 1) / SPLIT - unit;
+    }
+    DEVICE int tile(int item) const { return item / x_items; }
+    DEVICE int x_row(int item) const { return (item % x_items * SHARE + share) * X_ROWS; }
+};
+
+// By one thread.
+DEVICE void copy(const Shared& shared, const Work& work, const TensorMap* weight, const TensorMap* x) {
+    auto copy_w = [&](u32 stage, int tile, int unit) {
+        barrier_expect(shared.full(stage), STAGE_BYTES);
+        copy_rows(shared.w(stage) + work.share * (W_BYTES / SHARE), weight, shared.full(stage), unit * UNIT,
+                  tile * TILE + work.share * (TILE / SHARE), u16(((1 << SHARE) - 1) << work.split * SHARE));
+    };
+    auto copy_x = [&](u32 stage, int row, int unit) {
+        copy_2d(shared.x(stage), x, shared.full(stage), unit * UNIT, row);
+    };
+    const int ahead = work.first < work.items ? min(STAGES, work.units) : 0;
+    for (int i = 0; i < ahead; ++i) copy_w(i, work.tile(work.first), work.unit + i);
+    wait_for_previous();
+    Ring ring;
+    for (int item = work.first, i = 0; item < work.items; item += work.step, i = 0) {
+        const int tile = work.tile(item), row = work.x_row(item);
+        for (; i < work.units; ++i) {
+            if (item != work.first || i >= ahead) {
+                // Of a ring that has not gone round a place is empty: it counts as a phase of parity 1.
+                barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+                copy_w(ring.stage, tile, work.unit + i);
+            }
+            copy_x(ring.stage, row, work.unit + i);
+            ring.next();
+        }
+    }
+}
+
+// What follows the sums of an item, of this thread: of each sixteen by sixteen, element 4 o + 2 h + e is row lane / 4 +
+// 8 h of x, row 8 o + 2 (lane % 4) + e of the weight.
+struct Finish {
+    u32 vectors;          // scales in shared memory, and behind them what is added
+    int tokens;
+    const u16* residual;
+    u16* out;
+    int row, n;           // the warp's first row of x; the warp group's first result
+    float x_scales[M_TILES][2];
+
+    DEVICE int token(int m, int h) const {
+        const int lane = threadIdx.x % 32, first = row + 64 * m;
+        return EXACT ? first / 2 + lane / 4 : first + lane / 4 + 8 * h;
+    }
+    DEVICE int column(int g, int o) const { return n + (GATED ? 8 * g : 16 * g + 8 * o) + threadIdx.x % 4 * 2; }
+
+    DEVICE void begin(int group, int tile, int x_row, const float* x_scale, const float* scales, const float* bias) {
+        row = x_row + (group / WG_N) * M_TILES * 64 + threadIdx.x / 32 % 4 * 16;
+        n = tile * TILE + group % WG_N * (COLUMNS / HALVES);
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                x_scales[m][h] = CODE && token(m, h) < tokens ? __ldg(x_scale + token(m, h)) : 1.0f;
+        if (CODE == 0 && !BIAS) return;
+        named_sync(2 + group, 128);  // those of the item before are no longer needed
+        for (int i = threadIdx.x % 128; i < COLUMNS; i += 128) {
+            const int result = n + (GATED ? i / 16 * 8 + i % 8 : i);
+            const int at = result + (GATED && i & 8 ? RESULTS : 0);
+            const float scale = CODE && result < RESULTS ? __ldg(scales + at) : 1.0f;
+            const float add = BIAS && result < RESULTS ? __ldg(bias + at) : 0.0f;
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(vectors + 4 * i), "f"(scale) : "memory");
+            if (BIAS) asm volatile("st.shared.f32 [%0], %1;" ::"r"(vectors + VECTOR + 4 * i), "f"(add) : "memory");
+        }
+    }
+    DEVICE void sums_are_there(int group) const {
+        if (CODE || BIAS) named_sync(2 + group, 128);
+    }
+
+    // Of sixteen by sixteen `g` of the rows of `m`: read ahead, so that many are under way.
+    DEVICE void load(u32 (&r)[2][2], int m, int g) const {
+        if (!RESIDUAL) return;
+#pragma unroll
+        for (int h = 0; h < (EXACT ? 1 : 2); ++h)
+#pragma unroll
+            for (int o = 0; o < 2 / HALVES; ++o)
+                r[h][o] = token(m, h) < tokens && column(g, o) < RESULTS
+                              ? *reinterpret_cast<const u32*>(residual + (long long)token(m, h) * R_ROW + column(g, o))
+                              : 0;
+    }
+
+    DEVICE void store(const float (&v)[8], const u32 (&r)[2][2], int m, int g, float first_scale, float second_scale) const {
+        float2 scale[2], add[2];
+#pragma unroll
+        for (int o = 0; o < 2; ++o) {
+            const u32 at = vectors + 4 * (16 * g + 8 * o + threadIdx.x % 4 * 2);
+            scale[o] = add[o] = make_float2(0.0f, 0.0f);
+            if (CODE) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scale[o].x), "=f"(scale[o].y) : "r"(at));
+            if (BIAS) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(add[o].x), "=f"(add[o].y) : "r"(at + VECTOR));
+        }
+#pragma unroll
+        for (int h = 0; h < (EXACT ? 1 : 2); ++h) {
+            const float x_scale = h ? second_scale : first_scale;
+            float y[2][2];
+#pragma unroll
+            for (int o = 0; o < 2; ++o)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float sum = v[4 * o + 2 * h + e];
+                    if (EXACT) sum = CODE == 1 ? sum + v[4 * o + 2 + e] * 0.0625f : sum * 256.0f + v[4 * o + 2 + e];
+                    y[o][e] = CODE ? sum * ((e ? scale[o].y : scale[o].x) * x_scale) : sum;
+                    if (BIAS) y[o][e] += e ? add[o].y : add[o].x;
+                }
+            if (GATED) {
+                // Rounded as the product's own result would be.
+#pragma unroll
+                for (int e = 0; e < 2; ++e) y[0][e] = activate(rounded(y[0][e])) * rounded(y[1][e]);
+            }
+#pragma unroll
+            for (int o = 0; o < 2 / HALVES; ++o) {
+                if (RESIDUAL) y[o][0] += low_half(r[h][o]), y[o][1] += high_half(r[h][o]);
+                if (token(m, h) < tokens && column(g, o) < RESULTS)
+                    *reinterpret_cast<u32*>(out + (long long)token(m, h) * RESULTS + column(g, o)) = pack(y[o][0], y[o][1]);
+            }
+        }
+    }
+};
+
+DEVICE void pin(int& value) { asm volatile("" : "+r"(value)::"memory"); }
+DEVICE void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+DEVICE void pin_all(Sum (&d)[M_TILES][VALUES]) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) pin(d[m][i]);
+}
+
+DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, const float* x_scales, const float* scales,
+                    const float* bias) {
+    const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
+    const int wg_m = group / WG_N, wg_n = group % WG_N;
+    auto release = [&](u32 stage) {
+        if (SHARE == 1) {
+            if (lane == 0) barrier_arrive(shared.empty(stage));
+        } else if (lane < SHARE) {
+            arrive_at_block(shared.empty(stage), work.split * SHARE + lane);
+        }
+    };
+    Ring ring;
+    for (int item = work.first; item < work.items; item += work.step) {
+        finish.begin(group, work.tile(item), work.x_row(item), x_scales, scales, bias);
+        Sum part[M_TILES][VALUES];
+        float sum[PROMOTE ? M_TILES : 1][PROMOTE ? VALUES : 1];
+#pragma unroll
+        for (int m = 0; m < (PROMOTE ? M_TILES : 0); ++m)
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) sum[m][i] = 0.0f;
+        constexpr int RUN = PROMOTE ? PROMOTE : UNITS;
+        for (int begin = 0; begin < work.units; begin += RUN) {
+            u32 last = STAGES;  // stage whose products are under way
+            const int end = min(begin + RUN, work.units);
+            for (int i = begin; i < end; ++i) {
+                barrier_wait(shared.full(ring.stage), ring.parity);
+                const u64 a = matrix(shared.x(ring.stage) + wg_m * M_TILES * 64 * ROW_BYTES, 8 * ROW_BYTES, 16);
+                const u64 b = matrix(shared.w(ring.stage) + wg_n * COLUMNS * ROW_BYTES, 8 * ROW_BYTES, 16);
+                product_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+#pragma unroll
+                    for (int m = 0; m < M_TILES; ++m)
+                        multiply(part[m], a + (m * 64 * ROW_BYTES >> 4) + 2 * k, b + 2 * k, k > 0 || i > begin);
+                product_commit();
+                product_wait<1>();
+                if (last < STAGES) release(last);
+                last = ring.stage;
+                ring.next();
+            }
+            product_wait<0>();
+            pin_all(part);
+            release(last);
+#pragma unroll
+            for (int m = 0; m < (PROMOTE ? M_TILES : 0); ++m)
+#pragma unroll
+                for (int i = 0; i < VALUES; ++i) sum[m][i] += part[m][i];
+        }
+        auto value = [&](int m, int i) { return PROMOTE ? sum[PROMOTE ? m : 0][PROMOTE ? i : 0] : float(part[m][i]); };
+        finish.sums_are_there(group);
+        if (SPLIT == 1) {
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                for (int first = 0; first < SIXTEENS; first += 4) {
+                    u32 r[4][2][2];
+#pragma unroll
+                    for (int g = first; g < first + 4 && g < SIXTEENS; ++g) finish.load(r[g - first], m, g);
+#pragma unroll
+                    for (int g = first; g < first + 4 && g < SIXTEENS; ++g) {
+                        float v[8];
+#pragma unroll
+                        for (int i = 0; i < 8; ++i) v[i] = value(m, 8 * g + i);
+                        finish.store(v, r[g - first], m, g, finish.x_scales[m][0], finish.x_scales[m][1]);
+                    }
+                }
+            continue;
+        }
+        // A thread's sums of sixteen by sixteen: two fours, each beside its neighbours'.
+        const u32 sums = shared.base + threadIdx.x * 16;
+        constexpr u32 FOUR = THREADS * 16;
+        constexpr int ALL = M_TILES * SIXTEENS, OWN = (ALL + SPLIT - 1) / SPLIT;
+        named_sync(1, THREADS);  // the last of the ring has been read
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int j = 0; j < VALUES / 4; ++j)
+                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(sums + (m * (VALUES / 4) + j) * FOUR),
+                             "f"(value(m, 4 * j)), "f"(value(m, 4 * j + 1)), "f"(value(m, 4 * j + 2)),
+                             "f"(value(m, 4 * j + 3))
+                             : "memory");
+        cluster_sync();
+#pragma unroll
+        for (int first = 0; first < OWN; first += 2) {
+            u32 r[2][2][2];
+            float4 w[2][SPLIT][2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int g = min((first + i) * SPLIT + work.split, ALL - 1);
+                finish.load(r[i], g / SIXTEENS, g % SIXTEENS);
+#pragma unroll
+                for (int block = 0; block < SPLIT; ++block)
+#pragma unroll
+                    for (int four = 0; four < 2; ++four) {
+                        float4& to = w[i][block][four];
+                        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                                     : "=f"(to.x), "=f"(to.y), "=f"(to.z), "=f"(to.w)
+                                     : "r"(of_block(sums + (2 * g + four) * FOUR, block * SHARE + work.share))
+                                     : "memory");
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int g = (first + i) * SPLIT + work.split, m = g / SIXTEENS;
+                if (g >= ALL) break;
+                float v[8];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] = 0.0f;
+#pragma unroll
+                for (int block = 0; block < SPLIT; ++block)
+#pragma unroll
+                    for (int four = 0; four < 2; ++four) {
+                        const float4 from = w[i][block][four];
+                        v[4 * four] += from.x, v[4 * four + 1] += from.y;
+                        v[4 * four + 2] += from.z, v[4 * four + 3] += from.w;
+                    }
+                const bool second = M_TILES > 1 && m > 0;
+                finish.store(v, r[i], m, g % SIXTEENS, second ? finish.x_scales[M_TILES - 1][0] : finish.x_scales[0][0],
+                             second ? finish.x_scales[M_TILES - 1][1] : finish.x_scales[0][1]);
+            }
+        }
+    }
+}
+
+// Where sums need more registers than an even share, the copying warp group gives some up.
+constexpr bool UNEVEN = (PROMOTE ? 2 : 1) * M_TILES * VALUES >= 128;
+static_assert(!UNEVEN || GROUPS == 2, "registers for two");
+
+extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) __cluster_dims__(SPLIT * SHARE, 1, 1)
+    products(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const u8* packed,
+             const float* x_scales, const float* bias, const u16* residual, u16* out, int tokens) {
+    extern __shared__ unsigned char memory[];
+    const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
+    if (threadIdx.x == 0) {
+        prefetch_map(&weight);
+        prefetch_map(&x);
+        for (u32 i = 0; i < STAGES; ++i) {
+            barrier_init(shared.full(i), 1);
+            barrier_init(shared.empty(i), 4 * GROUPS * SHARE);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    cluster_sync();
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const Work work(tokens);
+    if (threadIdx.x >= THREADS) {
+        if (UNEVEN) registers_less<24>();
+        if (threadIdx.x == THREADS) copy(shared, work, &weight, &x);
+        __syncwarp();
+        if (SPLIT > 1) cluster_sync();
+    } else {
+        if (UNEVEN) registers_more<240>();
+        wait_for_previous();
+        // Scales lie behind the codes.
+        const long long codes = ((long long)HALVES * RESULTS * INNER + 255) / 256 * 256;
+        Finish finish;
+        finish.vectors = shared.base + SCALES_AT + threadIdx.x / 128 * 2 * VECTOR;
+        finish.tokens = tokens, finish.residual = residual, finish.out = out;
+        compute(shared, work, finish, x_scales, reinterpret_cast<const float*>(packed + codes), bias);
+    }
+    cluster_sync();  // no block's memory is read or written to after its end
+}

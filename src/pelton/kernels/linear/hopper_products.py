@@ -1,0 +1,289 @@
+"""Products of codes with codes by tensor copies and warp-group products on sm_90 (``hopper_products.cu``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pelton.dtypes import ITEMSIZE
+from pelton.kernels.gpu_rows8 import scales_at
+from pelton.kernels.launch import (
+    Argument,
+    CallSpec,
+    CudaBuilder,
+    LaunchSpec,
+    MatmulSpec,
+    TensorMap,
+    Term,
+    Work,
+    rows,
+    workspace,
+)
+from pelton.kernels.linear.packed import X_CODES
+from pelton.kernels.linear.products import Form, Product, aligned
+from pelton.kernels.linear.rows8 import LAYOUT, supports_rows8
+from pelton.kernels.linear.tiles import PROCESSORS
+from pelton.kernels.tactic import NodeSpec, Tactic
+
+FILE = "linear/hopper_products.cu"
+QUANTIZE = "linear/hopper_quantize.cu"
+#: Bytes of a row of a box.
+ROW_BYTES = 128
+#: Values of the constants CODE and GATED.
+CODES = {"fp8_row": 1, "int8_row": 2}
+_ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+_SHARED, _MOST_STAGES = 226 << 10, 12
+#: Besides the ring and vectors of a tile: barriers, up to the first multiple of 1024 bytes.
+_BESIDES = 1024 + 16 * _MOST_STAGES
+#: Sums of a thread from which on the copying warp group gives registers up.
+_UNEVEN = 128
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """How ``hopper_products.cu`` takes a product (its constants of the same names say more).
+
+    Warp groups along rows of x and of the weight; of each, ``m_tiles`` of 64 rows by ``columns`` rows of the
+    weight; blocks that share columns and those that share rows of the weight; units between additions in
+    float32, 0: none.
+    """
+
+    wg_m: int
+    wg_n: int
+    m_tiles: int
+    columns: int
+    split: int = 1
+    share: int = 1
+    promote: int = 0
+
+    @property
+    def x_rows(self) -> int:
+        return 64 * self.wg_m * self.m_tiles
+
+
+def code_rows(max_tokens: int, exact: bool) -> int:
+    """Rows of codes of so many tokens: of exact ones two each, in eights of high and of low parts."""
+    return -(-max_tokens // 8) * 16 if exact else max_tokens
+
+
+def code_bytes(k: int, max_tokens: int, exact: bool) -> tuple[int, int]:
+    """(Bytes of codes and scales in the workspace, where the scales begin)."""
+    codes = aligned(code_rows(max_tokens, exact) * k)
+    return codes + aligned(4 * max_tokens), codes
+
+
+def quantised(p: Product, exact: bool) -> tuple[LaunchSpec, int]:
+    """x, normed where the form says so, as codes at the workspace's beginning; where their scales are."""
+    _, scales = code_bytes(p.k, p.max_tokens, exact)
+    b = CudaBuilder(p.call, QUANTIZE, "quantize_rows").input(0)
+    b = b.nothing() if p.form.norm is None else b.input(p.form.norm)
+    b.workspace().workspace(scales).number(float(p.call.attrs.get("eps", 0.0)))
+    threads = min(1024, max(128, -(-p.k // 16 // 128) * 128)) if p.k <= 8192 else 512
+    launch = b.launch(
+        (rows(p.x),),
+        constants={
+            "CODE": CODES[p.weight.quant],
+            "INNER": p.k,
+            "X_ROW": p.x.strides[0],
+            "EXACT": int(exact),
+            "NORM": int(p.form.norm is not None),
+            "HALF": int(p.x.dtype == "float16"),
+            "THREADS": threads,
+        },
+        threads=threads,
+        shared=0,
+        dependent=True,
+    )
+    return launch, scales
+
+
+def products(
+    form: Form, call: CallSpec, tiles: ProductTiles, max_tokens: int, *, exact: bool = False
+) -> tuple[Work, ...]:
+    """x as codes, of a dense weight the norm, where there is one; and the product.
+
+    ``exact``: x as two codes a value.
+    """
+    p = Product(form, call, max_tokens)
+    codes = bool(p.weight.quant)
+    rows_of_x = code_rows(max_tokens, exact)
+    x_box = min(tiles.x_rows, -(-rows_of_x // 8) * 8)
+    item = 1 if codes else ITEMSIZE[p.weight.dtype]
+    dtype, unit = "uint8" if codes else p.weight.dtype, ROW_BYTES // item
+    x_row = p.k if codes or form.norm is not None else p.x.strides[0]
+    x_map = TensorMap(dtype=dtype, shape=(p.k, rows_of_x), strides=(x_row * item,), box=(unit, x_box))
+    block_rows, w_row = tiles.columns * tiles.wg_n, p.k * item
+    tile = block_rows // (2 if form.gated else 1)
+    if form.gated:
+        weight_map = TensorMap(
+            dtype=dtype,
+            shape=(p.k, 8, 2, p.n // 8),
+            strides=(w_row, p.n * w_row, 8 * w_row),
+            box=(unit, 8, 2, block_rows // 16 // tiles.share),
+        )
+    else:
+        weight_map = TensorMap(
+            dtype=dtype, shape=(p.k, p.n), strides=(w_row,), box=(unit, block_rows // tiles.share)
+        )
+    assert not codes or p.k % ROW_BYTES == 0, "no padding between rows of the weight"
+    before: tuple[Work, ...]
+    b = CudaBuilder(call, FILE, "products").tensor_map(1, weight_map)
+    if codes:
+        quantise, scales = quantised(p, exact)
+        before = (quantise,)
+        b.workspace_map(0, x_map).input(1).workspace(scales)
+    else:
+        before = p.norm()
+        b = b.tensor_map(0, x_map) if form.norm is None else b.workspace_map(0, x_map)
+        b.nothing().nothing()
+    bias = call.inputs[2] is not None
+    for index in (2 if bias else None, form.residual):
+        b = b.nothing() if index is None else b.input(index)
+    b.output().dim(p.x.shape[0])
+    cluster = tiles.split * tiles.share
+    items = -(-p.n // tile) * -(-rows_of_x // (tiles.x_rows * tiles.share))
+    most = items if tiles.split > 1 else PROCESSORS // cluster  # blocks stay, and take as many items each
+    clusters = -(-items // -(-items // most))
+    besides = _BESIDES + 8 * tiles.columns * tiles.wg_m * tiles.wg_n
+    stage = (tiles.x_rows + block_rows) * ROW_BYTES
+    stages = min(_MOST_STAGES, (_SHARED - besides) // stage)
+    assert stages >= 2, f"{tiles} does not fit"
+    uneven = (2 if tiles.promote else 1) * tiles.m_tiles * tiles.columns // 2 >= _UNEVEN
+    launch = b.launch(
+        (Term(times=clusters * cluster),),
+        constants={
+            "CODE": CODES.get(p.weight.quant, 0),
+            "HALF": int(p.x.dtype == "float16"),
+            "RESULTS": p.n,
+            "INNER": p.k,
+            "WG_M": tiles.wg_m,
+            "WG_N": tiles.wg_n,
+            "M_TILES": tiles.m_tiles,
+            "COLUMNS": tiles.columns,
+            "SIXTEENS": tiles.columns // 16,
+            "X_BOX": x_box,
+            "STAGES": stages,
+            "SPLIT": tiles.split,
+            "SHARE": tiles.share,
+            "PROMOTE": tiles.promote,
+            "EXACT": int(exact),
+            "GATED": _ACTIVATIONS[p.kind],
+            "BIAS": int(bias),
+            "RESIDUAL": int(form.residual is not None),
+            "R_ROW": 0 if form.residual is None else call.input(form.residual).strides[0],
+        },
+        threads=128 * tiles.wg_m * tiles.wg_n + (128 if uneven else 32),
+        shared=stages * stage + besides,
+        suffix="a",
+        dependent=True,
+    )
+    return *before, launch
+
+
+def scaled_cublaslt(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+    """For many tokens, of e4m3: x as codes, and cuBLASLt's product, which scales rows. Not gated."""
+    p = Product(form, call, max_tokens)
+    before, scales = quantised(p, exact=False)
+    product = MatmulSpec(
+        n=p.n,
+        k=p.k,
+        x_row=p.k,
+        dtype="float8_e4m3fn",
+        out_dtype=call.outputs[0].dtype,
+        x=workspace(0),
+        weight=Argument("input", index=1),
+        out=Argument("output"),
+        residual=None if form.residual is None else Argument("input", index=form.residual),
+        residual_row=0 if form.residual is None else call.input(form.residual).strides[0],
+        x_scales=workspace(scales),
+        weight_scales=Argument("input", index=1, offset=scales_at((p.n, p.k))),
+    )
+    return before, product
+
+
+# ---- Tiles ----
+
+#: Rows of codes, one a token or two, of the largest steps that have tiles of their own.
+CODE_STEPS, EXACT_STEPS = (64, 128, 256, 512), (64, 128, 256, 512)
+
+
+def product_tiles(n: int, k: int, x_rows: int, gated: bool, quant: str, *, exact: bool) -> ProductTiles:
+    """For ``n`` results of so many rows of codes.
+
+    As many blocks as there are multiprocessors: where rows of the weight are too few for tall tiles, blocks
+    share columns. Exact e4m3 is added up in float32 every 512 columns.
+    """
+    wg_m, wg_n = (1, 2) if x_rows <= 64 else (2, 1)
+    promote = 4 if exact and quant == "fp8_row" else 0
+    most = 192 if promote and wg_n == 1 else 256 // wg_n
+    rows_of_all = (2 * n if gated else n) * -(
+        -x_rows // (64 * wg_m)
+    )  # as if tiles of x lay behind each other
+    # Clusters of four do not fill an H200, and those of two cost some microseconds.
+    narrow = rows_of_all < (48 if k <= 8192 else 96) * PROCESSORS
+    split = 2 if narrow and 2 * rows_of_all <= most * wg_n * PROCESSORS and k >= 8 * ROW_BYTES else 1
+    each = -(-rows_of_all * split // (most * wg_n * PROCESSORS))  # of a block
+    columns = min(most, -(-rows_of_all * split // (each * PROCESSORS * 16 * wg_n)) * 16)
+    shared = x_rows > 128 and each > 1 and columns % (32 if gated else 16) == 0
+    return ProductTiles(wg_m, wg_n, 1, columns, split, 2 if shared else 1, promote)
+
+
+# ---- Tactics ----
+
+
+def supports_products(form: Form, node: NodeSpec) -> bool:
+    """Rows of the weight in eights, besides what the layout asks for."""
+    weight = node.inputs[1]
+    assert weight is not None
+    return supports_rows8(form, node) and int(weight.shape[0]) % (16 if form.gated else 8) == 0
+
+
+def product_tactics(op: str, form: Form) -> list[Tactic]:
+    """The tactics of ``op``."""
+
+    def made(name: str, codes: str, largest: int, priority: int, cublas: bool = False) -> Tactic:
+        """``codes``: type of the input's codes; "": exact."""
+
+        def supports(node: NodeSpec) -> bool:
+            weight = node.inputs[1]
+            assert weight is not None
+            wanted = not codes or X_CODES.get(weight.quant) == node.activations == codes
+            bare = not form.gated and node.inputs[2] is None and int(weight.shape[0]) % 16 == 0
+            return wanted and supports_products(form, node) and (bare or not cublas)
+
+        def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+            if cublas:
+                return scaled_cublaslt(form, call, max_tokens)
+            p = Product(form, call, max_tokens)
+            x_rows = code_rows(max_tokens, not codes)
+            tiles = product_tiles(p.n, p.k, x_rows, form.gated, p.weight.quant, exact=not codes)
+            return products(form, call, tiles, max_tokens, exact=not codes)
+
+        def nbytes(node: NodeSpec, max_tokens: int) -> int:
+            weight = node.inputs[1]
+            assert weight is not None
+            return code_bytes(int(weight.shape[1]), max_tokens, not codes)[0]
+
+        return Tactic(
+            name=f"cuda.{op}.{name}",
+            op=op,
+            device="cuda",
+            supports=supports,
+            priority=priority,
+            precision=codes or "bfloat16",
+            sm=90,
+            largest_tokens=largest,
+            weight_layouts={1: LAYOUT},
+            workspace=nbytes,
+            launches=launches,
+        )
+
+    return [
+        *(made(f"rows8_exact{m // 2}", "", m // 2, 36 - i) for i, m in enumerate(EXACT_STEPS)),
+        *(
+            made(f"rows8_codes{m or ''}.{code}", code, m, 44 - i if m else 39)
+            for i, m in enumerate((*CODE_STEPS, 0))
+            for code in ("int8", "fp8")
+        ),
+        # Gated, the activation would be a pass of its own.
+        made("rows8_codes_cublaslt.fp8", "fp8", 0, 40, cublas=True),
+    ]
