@@ -16,7 +16,7 @@ import msgspec
 from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
 from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice, row_dim
 from pelton.errors import EngineError
-from pelton.kernels.gpu.cublaslt import CublasLt
+from pelton.kernels.gpu.cublaslt import CublasLt, Product
 from pelton.kernels.gpu.driver import (
     Function,
     LaunchConfig,
@@ -99,13 +99,13 @@ class _Product:
     """One product by cuBLASLt with its addresses."""
 
     def __init__(self, cublas: CublasLt, work: Matmul, rows: str, addresses: Mapping[str, int]) -> None:
-        self._cublas, self._rows = cublas, rows
-        self._arguments = {name: getattr(work, name) for name in _MATMUL}
-        self._arguments |= addresses
+        self._rows = rows
+        arguments: dict[str, Any] = {name: getattr(work, name) for name in _MATMUL} | dict(addresses)
+        self._product = Product(cublas, **arguments)
 
     def run(self, stream: Stream, sizes: _Sizes) -> None:
         if tokens := sizes.dims[self._rows]:
-            self._cublas.matmul(stream, tokens=tokens, **self._arguments)
+            self._product.run(stream, tokens)
 
 
 class _Work(Protocol):

@@ -146,60 +146,19 @@ class CublasLt:
         )
         self._shapes: dict[tuple[object, ...], _Shape] = {}
 
-    def matmul(
-        self,
-        stream: Stream,
-        *,
-        tokens: int,
-        n: int,
-        k: int,
-        x_row: int,
-        dtype: str,
-        out_dtype: str,
-        x: int,
-        weight: int,
-        out: int,
-        residual: int = 0,
-        residual_row: int = 0,
-        x_scales: int = 0,
-        weight_scales: int = 0,
-    ) -> None:
-        """``out`` (tokens, n) = ``x`` (tokens, k) @ ``weight`` (n, k) transposed (+ ``residual``).
+    def matmul(self, stream: Stream, *, tokens: int, **product: Any) -> None:
+        """Multiply once: the arguments are ``Product``'s."""
+        Product(self, **product).run(stream, tokens)
 
-        Addresses of the device; the residual is of ``out``'s shape and type, 0: none. ``x_row``,
-        ``residual_row``: elements from one row to the next (0: ``n``). ``x_scales`` (tokens) and
-        ``weight_scales`` (n), float32: what rows of float8_e4m3fn are to be multiplied by.
-        """
-        key = (n, k, x_row, dtype, out_dtype, residual_row or n)
-        shape = self._shapes.get(key)
-        if shape is None:
-            shape = self._shapes[key] = _Shape(*key)
-        shape.set_scales(weight_scales, x_scales)
-        algorithm = self._algorithm(shape, tokens)
-        shape.set_tokens(tokens)
-        a, b, c, d = shape.layouts
-        one, beta = C.c_float(1.0), C.c_float(1.0 if residual else 0.0)
-        _call(
-            "cublasLtMatmul",
-            self.handle,
-            shape.description,
-            C.byref(one),
-            address(weight),
-            a,
-            address(x),
-            b,
-            C.byref(beta),
-            address(residual or out),
-            c,
-            address(out),
-            d,
-            C.byref(algorithm),
-            address(self.workspace.address),
-            C.c_size_t(WORKSPACE_BYTES),
-            stream.handle,
-        )
+    def shape(self, n: int, k: int, x_row: int, dtype: str, out_dtype: str, residual_row: int) -> _Shape:
+        """What products of this shape share."""
+        key = (n, k, x_row, dtype, out_dtype, residual_row)
+        found = self._shapes.get(key)
+        if found is None:
+            found = self._shapes[key] = _Shape(*key)
+        return found
 
-    def _algorithm(self, shape: _Shape, tokens: int) -> Any:
+    def algorithm(self, shape: _Shape, tokens: int) -> Any:
         """That of the next multiple of eight tokens where it takes fewer too: a step gives the same bits as
         it does padded to a graph's size, of those up to 64."""
         found = shape.algorithms.get(tokens)
@@ -207,7 +166,7 @@ class CublasLt:
             return found
         rounded = -(-tokens // _TOKENS) * _TOKENS
         if rounded != tokens:
-            found = self._algorithm(shape, rounded)
+            found = self.algorithm(shape, rounded)
             shape.set_tokens(tokens)
             if not self._takes(shape, found):
                 found = None
@@ -253,6 +212,59 @@ class CublasLt:
             library().cublasLtDestroy(self.handle)
             self.handle = C.c_void_p()
         self.workspace.close()
+
+
+class Product:
+    """``out`` (tokens, n) = ``x`` (tokens, k) @ ``weight`` (n, k) transposed (+ ``residual``), any tokens.
+
+    Addresses of the device; the residual is of ``out``'s shape and type, 0: none. ``x_row``,
+    ``residual_row``: elements from one row to the next (0: ``n``). ``x_scales`` (tokens) and
+    ``weight_scales`` (n), float32: what rows of float8_e4m3fn are to be multiplied by.
+    """
+
+    def __init__(
+        self,
+        cublas: CublasLt,
+        *,
+        n: int,
+        k: int,
+        x_row: int,
+        dtype: str,
+        out_dtype: str,
+        x: int,
+        weight: int,
+        out: int,
+        residual: int = 0,
+        residual_row: int = 0,
+        x_scales: int = 0,
+        weight_scales: int = 0,
+    ) -> None:
+        self._cublas, self._scales = cublas, (weight_scales, x_scales)
+        self._key = n, k, x_row, dtype, out_dtype, residual_row or n
+        self._addresses = tuple(map(address, (weight, x, residual or out, out)))
+        self._factors = C.c_float(1.0), C.c_float(1.0 if residual else 0.0)
+        self._shape: _Shape | None = None
+        self._arguments: tuple[Any, ...] = ()
+
+    def _bind(self) -> _Shape:
+        """Its arguments, where it is first needed: not every machine takes every shape."""
+        cublas, shape = self._cublas, self._cublas.shape(*self._key)
+        one, beta = map(C.byref, self._factors)
+        weight, x, residual, out = self._addresses
+        a, b, c, d = shape.layouts
+        self._arguments = (cublas.handle, shape.description, one, weight, a, x, b, beta, residual, c, out, d)
+        self._space = address(cublas.workspace.address), C.c_size_t(WORKSPACE_BYTES)
+        self._shape = shape
+        return shape
+
+    def run(self, stream: Stream, tokens: int) -> None:
+        """Put it into ``stream``."""
+        shape = self._shape or self._bind()
+        if any(self._scales):
+            shape.set_scales(*self._scales)
+        algorithm = self._cublas.algorithm(shape, tokens)
+        shape.set_tokens(tokens)
+        _call("cublasLtMatmul", *self._arguments, C.byref(algorithm), *self._space, stream.handle)
 
 
 def _layout(dtype: str, rows: int, columns: int, leading: int) -> C.c_void_p:
