@@ -47,7 +47,7 @@ def translated(file: str) -> str:
     shared = (FOLDER / "hopper_rows.cuh").read_text()
     text = text.replace('#include "hopper_rows.cuh"', shared).replace("#pragma once", "")
     text = text.replace('#include "hopper.cuh"', '#include "rows_on_cpu.h"')
-    function = re.compile(r"DEVICE \w+ (\w+)\([^{;]*\) \{(?:[^\n]*\}\n|.*?^\}\n)", re.S | re.M)
+    function = re.compile(r"^DEVICE \w+ (\w+)\([^{;]*\) \{(?:[^\n]*\}\n|.*?^\}\n)", re.S | re.M)
     text = function.sub(lambda m: "" if "asm" in m[0] else m[0], text)
     text = re.sub(r'extern "C" __global__.*?(?=\bproduct\()', "void ", text, flags=re.S)
     text = re.sub(r"extern __shared__.*?memory\[\];", "unsigned char* memory = shared_memory();", text)

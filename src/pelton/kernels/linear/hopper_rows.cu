@@ -47,10 +47,10 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
     Ring ring;
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; ++j) squares[j] = 0.0f;
-    unsigned short added[CELLS];
+    Besides besides;
     for (int step = 0; step < ALL_STEPS; ++step) {
         if (step % STEPS == 0) {
-            load_residual(added, step / STEPS, tokens, residual);
+            load_residual(besides, step / STEPS, tokens, residual);
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
@@ -109,7 +109,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
         if (TILES == 1) named_sync(1, THREADS);  // the last of the ring has been read
         leave(shared, d, squares, step < STEPS);
         named_sync(1, THREADS);
-        finish(shared, step / STEPS, tokens, eps, bias, added, out);
+        finish(shared, step / STEPS, tokens, eps, bias, besides, out);
         named_sync(1, THREADS);
     }
 }
@@ -119,12 +119,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
             const float* bias, const unsigned short* residual, unsigned short* out, int tokens, float eps) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
-    if (threadIdx.x / 32 == WARPS) begin(shared, &weight, WARPS);
-    if (NORM && threadIdx.x < THREADS) load_norm(shared, norm);
+    Gains gains;
+    if (threadIdx.x >= THREADS) begin(shared, &weight, &x, WARPS);
+    else if (NORM) gains.load(norm);
     __syncthreads();
     if (threadIdx.x >= THREADS) {
         copy(shared, &weight, &x);
     } else {
+        if (NORM) gains.put(shared);
         wait_for_previous();
         compute(shared, tokens, eps, bias, residual, out);
     }

@@ -26,12 +26,12 @@ constexpr int PARTS = WARPS / SPLITS, ROW_TILES = ROWS / 16 / PARTS, TOKEN_TILES
 constexpr int X_BOXES = COLUMNS / 64;  // of a box of the weight
 constexpr u32 W_BOX = ROWS * ROW_BYTES, X_BOX = TOKENS * ROW_BYTES, STAGE_BYTES = BOXES * (W_BOX + X_BOXES * X_BOX);
 constexpr u32 NORM_AT = STAGES * STAGE_BYTES, NORM_BYTES = NORM ? STEPS * BOXES * COLUMNS * 2 : 0;
-constexpr u32 SCALES_AT = NORM_AT + NORM_BYTES, SCALES_BYTES = ROW_SCALES ? TILES * ROWS * 4 : 0;
 // With one tile, the ring is no longer used when the sums are made.
-constexpr u32 SUMS_BYTES = SPLITS * ROWS * TOKENS * 4, SUMS_AT = TILES == 1 ? 0 : SCALES_AT + SCALES_BYTES;
-constexpr u32 SQUARES_AT = TILES == 1 ? SCALES_AT + SCALES_BYTES : SUMS_AT + SUMS_BYTES;
+constexpr u32 SUMS_BYTES = SPLITS * ROWS * TOKENS * 4, SUMS_AT = TILES == 1 ? 0 : NORM_AT + NORM_BYTES;
+constexpr u32 SQUARES_AT = TILES == 1 ? NORM_AT + NORM_BYTES : SUMS_AT + SUMS_BYTES;
 constexpr u32 BARRIERS_AT = SQUARES_AT + SPLITS * TOKENS * 4;
 static_assert(!(NORM && HALF), "x times the norm's weight may be too large for float16");
+static_assert(INNER % 4 == 0, "the norm's weight is read by fours");
 static_assert(ROW_TILES * PARTS * 16 == ROWS && PARTS * SPLITS == WARPS, "rows of a warp");
 static_assert(TILES > 1 || SUMS_BYTES <= STAGES * STAGE_BYTES, "the sums lie in the ring");
 
@@ -71,6 +71,9 @@ DEVICE void put_shared(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+DEVICE void put_shared_2(u32 address, u32 low, u32 high) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
+}
 DEVICE void put_shared_4(u32 address, const float (&d)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3])
                  : "memory");
@@ -112,9 +115,13 @@ DEVICE void copy_weights(const Shared& shared, const TensorMap* map, u32 stage, 
 DEVICE void copy_x(const Shared& shared, const TensorMap* map, u32 stage, int step);
 constexpr int ALL_STEPS = TILES * STEPS, AHEAD = STAGES < ALL_STEPS ? STAGES : ALL_STEPS;
 
-// By the warp that copies weights, before all threads meet; `readers`: warps that read a place of the ring.
-DEVICE void begin(const Shared& shared, const TensorMap* weight, u32 readers) {
+// By the warps that copy, before all threads meet; `readers`: warps that read a place of the ring.
+DEVICE void begin(const Shared& shared, const TensorMap* weight, const TensorMap* x, u32 readers) {
     const u32 lane = threadIdx.x % 32;
+    if (threadIdx.x / 32 > WARPS) {
+        if (lane == 0) prefetch_map(x);
+        return;
+    }
     if (lane == 0) launch_next();
     for (u32 i = lane; i < STAGES; i += 32) {
         barrier_init(shared.full(i), 1);
@@ -136,7 +143,6 @@ DEVICE void copy(const Shared& shared, const TensorMap* weight, const TensorMap*
             copy_weights(shared, weight, ring.stage, step);
         }
     } else if (threadIdx.x == THREADS + 32) {
-        prefetch_map(x);
         wait_for_previous();
         for (int step = 0; step < ALL_STEPS; ++step, ring.next()) {
             barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
@@ -166,19 +172,33 @@ struct Cell {
     }
 };
 
-DEVICE void load_residual(unsigned short (&added)[CELLS], int turn, int tokens, const unsigned short* residual) {
+struct Besides {
+    float scales[CELLS][2];  // of the row, and of up's
+    unsigned short added[CELLS];
+};
+
+DEVICE void load_scales(Besides& besides, int turn, int tokens, const float* scales) {
+#pragma unroll
+    for (int c = 0; c < CELLS; ++c) {
+        const Cell cell(c, turn, tokens);
+        besides.scales[c][0] = cell.there ? scales[cell.n] : 0.0f;
+        if (GATED) besides.scales[c][1] = cell.there ? scales[RESULTS + cell.n] : 0.0f;
+    }
+}
+
+DEVICE void load_residual(Besides& besides, int turn, int tokens, const unsigned short* residual) {
     if (!RESIDUAL) return;
 #pragma unroll
     for (int c = 0; c < CELLS; ++c) {
         const Cell cell(c, turn, tokens);
-        added[c] = cell.there ? residual[(long long)cell.m * R_ROW + cell.n] : 0;
+        besides.added[c] = cell.there ? residual[(long long)cell.m * R_ROW + cell.n] : 0;
     }
 }
 
 // A tile's sums of all splits, and what follows: scale, bias, activation, residual. `turn`: which of the block's
 // tiles it is.
 DEVICE void finish(const Shared& shared, int turn, int tokens, float eps, const float* bias,
-                   const unsigned short (&added)[CELLS], unsigned short* out) {
+                   const Besides& besides, unsigned short* out) {
 #pragma unroll
     for (int c = 0; c < CELLS; ++c) {
         const Cell cell(c, turn, tokens);
@@ -192,9 +212,8 @@ DEVICE void finish(const Shared& shared, int turn, int tokens, float eps, const 
             if (GATED) up += shared_float(sums + place(row + OUT_ROWS, m) * 4);
         }
         if (ROW_SCALES) {
-            const u32 scales = shared.base + SCALES_AT + (turn * ROWS + row) * 4;
-            v *= shared_float(scales);
-            if (GATED) up *= shared_float(scales + OUT_ROWS * 4);
+            v *= besides.scales[c][0];
+            if (GATED) up *= besides.scales[c][1];
         }
         if (NORM) {
             float squares = 0.0f;
@@ -210,7 +229,7 @@ DEVICE void finish(const Shared& shared, int turn, int tokens, float eps, const 
             // Rounded as the product's own result would be.
             v = activate(rounded(v)) * rounded(up);
         }
-        if (RESIDUAL) v += low_half(added[c]);
+        if (RESIDUAL) v += low_half(besides.added[c]);
         out[(long long)m * RESULTS + n] = pack(v, 0.0f);
     }
 }
@@ -238,10 +257,26 @@ DEVICE void leave(const Shared& shared, const float (&d)[ROW_TILES][TOKEN_TILES]
     }
 }
 
-// The norm's weight, which no kernel writes, by the warps that multiply.
-DEVICE void load_norm(const Shared& shared, const float* norm) {
-    for (int i = threadIdx.x; i < int(NORM_BYTES / 4); i += THREADS) {
-        const int column = 2 * i;
-        put_shared(shared.base + NORM_AT + 4 * i, column < INNER ? pack(norm[column], norm[column + 1]) : 0);
+// The norm's weight, which no kernel writes: asked for before the ring of weights is, and put into shared memory by
+// the warps that multiply.
+constexpr int GAINS = (int(NORM_BYTES) / 8 + THREADS - 1) / THREADS;
+struct Gains {
+    float4 values[GAINS ? GAINS : 1];
+
+    DEVICE void load(const float* norm) {
+#pragma unroll
+        for (int i = 0; i < GAINS; ++i) {
+            const int column = 4 * (threadIdx.x + i * THREADS);
+            values[i] = column < INNER ? *(const float4*)(norm + column) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+        }
     }
-}
+    DEVICE void put(const Shared& shared) const {
+#pragma unroll
+        for (int i = 0; i < GAINS; ++i) {
+            const u32 at = 8 * (threadIdx.x + i * THREADS);
+            const float4 v = values[i];
+            if (at < NORM_BYTES) put_shared_2(shared.base + NORM_AT + at, pack(v.x, v.y), pack(v.z, v.w));
+        }
+        named_sync(1, THREADS);
+    }
+};

@@ -18,9 +18,6 @@ static_assert(SPLITS / BOXES <= STAGES, "a warp is at most a lap ahead of anothe
 
 constexpr u32 OWN_AT = (BARRIERS_AT + 24 * STAGES + 15) / 16 * 16;  // 256 bytes of each warp
 
-DEVICE void put_shared_2(u32 address, u32 low, u32 high) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
-}
 DEVICE u64 shared_words(u32 address) {
     u64 y;
     asm volatile("ld.shared.u64 %0, [%1];" : "=l"(y) : "r"(address) : "memory");
@@ -153,7 +150,7 @@ DEVICE void load_x(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 gains, float
     for (int i = 0; i < 2; ++i) factors[i] = inverse_of(__shfl_sync(~0u, exponent, (2 * q + i) * 4));
 }
 
-DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bias,
+DEVICE void compute(const Shared& shared, int tokens, float eps, const float* scales, const float* bias,
                     const unsigned short* residual, unsigned short* out) {
     const int lane = threadIdx.x % 32, split = threadIdx.x / 32 % SPLITS, part = threadIdx.x / 32 / SPLITS;
     // What this lane points `ldmatrix` to: a row, and one of two chunks of 16 columns.
@@ -161,10 +158,13 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
     float squares[TOKEN_TILES];
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; ++j) squares[j] = 0.0f;
+    Besides besides;
+    load_scales(besides, 0, tokens, scales);
+    wait_for_previous();
     int box = split;  // of all tiles
     for (int turn = 0; turn < TILES; ++turn) {
-        unsigned short added[CELLS];
-        load_residual(added, turn, tokens, residual);
+        if (turn) load_scales(besides, turn, tokens, scales);
+        load_residual(besides, turn, tokens, residual);
         float d[ROW_TILES][TOKEN_TILES][4];
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r)
@@ -226,17 +226,8 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
         if (TILES == 1) named_sync(1, THREADS);  // the last of the ring has been read
         leave(shared, d, squares, turn == 0);
         named_sync(1, THREADS);
-        finish(shared, turn, tokens, eps, bias, added, out);
+        finish(shared, turn, tokens, eps, bias, besides, out);
         named_sync(1, THREADS);
-    }
-}
-
-// The rows' scales, which no kernel writes, by the warps that multiply.
-DEVICE void load_scales(const Shared& shared, const float* scales) {
-    for (int i = threadIdx.x; i < TILES * ROWS; i += THREADS) {
-        const int row = i % ROWS % OUT_ROWS, n = (blockIdx.x + i / ROWS * WORKERS) * OUT_ROWS + row;
-        const int up = i % ROWS / OUT_ROWS * RESULTS;
-        put_shared(shared.base + SCALES_AT + 4 * i, n < RESULTS ? __float_as_uint(scales[up + n]) : 0);
     }
 }
 
@@ -246,16 +237,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
             float eps) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
-    if (threadIdx.x / 32 == WARPS) begin(shared, &codes, BOXES * PARTS);
-    if (threadIdx.x < THREADS) {
-        load_scales(shared, (const float*)(weight + SCALES));
-        if (NORM) load_norm(shared, norm);
-    }
+    Gains gains;
+    if (threadIdx.x >= THREADS) begin(shared, &codes, &x, BOXES * PARTS);
+    else if (NORM) gains.load(norm);
     __syncthreads();
     if (threadIdx.x >= THREADS) {
         copy(shared, &codes, &x);
     } else {
-        wait_for_previous();
-        compute(shared, tokens, eps, bias, residual, out);
+        if (NORM) gains.put(shared);
+        compute(shared, tokens, eps, (const float*)(weight + SCALES), bias, residual, out);
     }
 }
