@@ -67,8 +67,9 @@ def plan(p: HopperProduct, tiles: HopperTiles) -> _Plan | None:
     columns = -(-p.k // (p.columns * tiles.boxes)) * p.columns * tiles.boxes
     sums = tiles.splits * tiles.rows * tiles.tokens * 4
     most = _MOST_STAGES_8 if p.quant else _MOST_STAGES
-    # The norm's weight, sums where the ring goes on, sums of squares, barriers, up to a multiple of 1024.
-    besides = 2 * columns if p.norm is not None else 0
+    # The norm's weight, rows' scales, sums where the ring goes on, sums of squares, barriers, up to a
+    # multiple of 1024.
+    besides = (2 * columns if p.norm is not None else 0) + (4 * tiles.rows if p.quant else 0)
     besides += (sums if each > 1 else 0) + tiles.splits * tiles.tokens * 4 + 24 * most + 1024
     besides += 256 * tiles.warps + 16 if p.quant and tiles.tokens == 8 else 0
     # With 8-bit codes, as many that no warp is more than a lap ahead of another.

@@ -26,9 +26,10 @@ constexpr int PARTS = WARPS / SPLITS, ROW_TILES = ROWS / 16 / PARTS, TOKEN_TILES
 constexpr int X_BOXES = COLUMNS / 64;  // of a box of the weight
 constexpr u32 W_BOX = ROWS * ROW_BYTES, X_BOX = TOKENS * ROW_BYTES, STAGE_BYTES = BOXES * (W_BOX + X_BOXES * X_BOX);
 constexpr u32 NORM_AT = STAGES * STAGE_BYTES, NORM_BYTES = NORM ? STEPS * BOXES * COLUMNS * 2 : 0;
+constexpr u32 SCALES_AT = NORM_AT + NORM_BYTES, SCALES_BYTES = ROW_SCALES ? ROWS * 4 : 0;
 // With one tile, the ring is no longer used when the sums are made.
-constexpr u32 SUMS_BYTES = SPLITS * ROWS * TOKENS * 4, SUMS_AT = TILES == 1 ? 0 : NORM_AT + NORM_BYTES;
-constexpr u32 SQUARES_AT = TILES == 1 ? NORM_AT + NORM_BYTES : SUMS_AT + SUMS_BYTES;
+constexpr u32 SUMS_BYTES = SPLITS * ROWS * TOKENS * 4, SUMS_AT = TILES == 1 ? 0 : SCALES_AT + SCALES_BYTES;
+constexpr u32 SQUARES_AT = TILES == 1 ? SCALES_AT + SCALES_BYTES : SUMS_AT + SUMS_BYTES;
 constexpr u32 BARRIERS_AT = SQUARES_AT + SPLITS * TOKENS * 4;
 static_assert(!(NORM && HALF), "x times the norm's weight may be too large for float16");
 static_assert(INNER % 4 == 0, "the norm's weight is read by fours");
@@ -173,16 +174,22 @@ struct Cell {
 };
 
 struct Besides {
-    float scales[CELLS][2];  // of the row, and of up's
     unsigned short added[CELLS];
+    float scales[(ROWS + THREADS - 1) / THREADS];  // of rows of the tile
 };
 
-DEVICE void load_scales(Besides& besides, int turn, int tokens, const float* scales) {
+DEVICE void load_scales(Besides& besides, int turn, const float* scales) {
 #pragma unroll
-    for (int c = 0; c < CELLS; ++c) {
-        const Cell cell(c, turn, tokens);
-        besides.scales[c][0] = cell.there ? scales[cell.n] : 0.0f;
-        if (GATED) besides.scales[c][1] = cell.there ? scales[RESULTS + cell.n] : 0.0f;
+    for (int i = 0; i < (ROWS + THREADS - 1) / THREADS; ++i) {
+        const int row = threadIdx.x + i * THREADS, n = (blockIdx.x + turn * WORKERS) * OUT_ROWS + row % OUT_ROWS;
+        besides.scales[i] = row < ROWS && n < RESULTS ? scales[row / OUT_ROWS * RESULTS + n] : 0.0f;
+    }
+}
+DEVICE void put_scales(const Shared& shared, const Besides& besides) {
+#pragma unroll
+    for (int i = 0; i < (ROWS + THREADS - 1) / THREADS; ++i) {
+        const int row = threadIdx.x + i * THREADS;
+        if (row < ROWS) put_shared(shared.base + SCALES_AT + 4 * row, __float_as_uint(besides.scales[i]));
     }
 }
 
@@ -212,8 +219,8 @@ DEVICE void finish(const Shared& shared, int turn, int tokens, float eps, const 
             if (GATED) up += shared_float(sums + place(row + OUT_ROWS, m) * 4);
         }
         if (ROW_SCALES) {
-            v *= besides.scales[c][0];
-            if (GATED) up *= besides.scales[c][1];
+            v *= shared_float(shared.base + SCALES_AT + 4 * row);
+            if (GATED) up *= shared_float(shared.base + SCALES_AT + 4 * (row + OUT_ROWS));
         }
         if (NORM) {
             float squares = 0.0f;

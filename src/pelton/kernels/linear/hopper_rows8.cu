@@ -159,11 +159,11 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; ++j) squares[j] = 0.0f;
     Besides besides;
-    load_scales(besides, 0, tokens, scales);
+    load_scales(besides, 0, scales);
     wait_for_previous();
     int box = split;  // of all tiles
     for (int turn = 0; turn < TILES; ++turn) {
-        if (turn) load_scales(besides, turn, tokens, scales);
+        if (turn) load_scales(besides, turn, scales);
         load_residual(besides, turn, tokens, residual);
         float d[ROW_TILES][TOKEN_TILES][4];
 #pragma unroll
@@ -225,6 +225,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
         }
         if (TILES == 1) named_sync(1, THREADS);  // the last of the ring has been read
         leave(shared, d, squares, turn == 0);
+        put_scales(shared, besides);
         named_sync(1, THREADS);
         finish(shared, turn, tokens, eps, bias, besides, out);
         named_sync(1, THREADS);
