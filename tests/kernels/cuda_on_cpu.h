@@ -42,6 +42,9 @@ struct float2 {
 struct float4 {
     float x, y, z, w;
 };
+struct uint2 {
+    u32 x, y;
+};
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -232,7 +235,6 @@ inline unsigned char* shared_memory() { return cpu::block().memory.data(); }
 inline u32 shared_address(const void* pointer) { return (const unsigned char*)pointer - shared_memory(); }
 inline void __syncthreads() { cpu::meet(cpu::block().meeting); }
 inline void __syncwarp() { cpu::meet(cpu::warp().meeting); }
-inline void cluster_sync() { cpu::meet(cpu::cluster); }
 inline void cluster_arrive() { cpu::now->cluster_turn = cpu::arrive(cpu::cluster); }
 inline void cluster_wait() {
     while (cpu::cluster.turn == cpu::now->cluster_turn) cpu::leave();
@@ -349,12 +351,6 @@ inline float exp_fast(float x) { return expf(x); }
 #define __expf exp_fast
 
 inline void prefetch(const void*) {}
-
-inline float load_of_block(u32 address, int rank) {
-    float x;
-    memcpy(&x, cpu::blocks[rank].memory.data() + address, 4);
-    return x;
-}
 
 inline void copy_chunk(u32 target, const void* source) {
     cpu::now->open.push_back({shared_memory() + target, source});

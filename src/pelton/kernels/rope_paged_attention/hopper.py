@@ -11,7 +11,7 @@ from pelton.kernels.rope_paged_attention import cuda
 from pelton.kernels.tactic import NodeSpec, Tactic
 
 FILE = "rope_paged_attention/hopper_decode.cu"
-WARPS, KEYS, ROWS = 4, 16, 16
+KEYS, ROWS = 16, 16
 _attentions = {tactic.name: tactic for tactic in hopper.TACTICS}
 #: What steps with prefills take, and every step of deterministic engines.
 HOPPER = _attentions["cuda.paged_attention.hopper"]
@@ -20,10 +20,11 @@ INVARIANT = _attentions["cuda.paged_attention.hopper.invariant"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Blocks that share a sequence's keys, and tiles of 16 keys that a warp has under way."""
+    """Blocks that share a sequence's keys, tiles of 16 keys that a warp has under way, and warps."""
 
     blocks: int
     stages: int
+    warps: int = 4
 
 
 #: Sequences of the largest step in which clusters are faster than programs that meet in memory.
@@ -33,15 +34,15 @@ _BLOCKS = ((16, 8), (32, 4), (128, 2))
 
 
 def cluster(largest: int, kv_heads: int) -> Cluster:
-    """For steps of at most ``largest`` sequences; measured on an H200
-    (``benchmarks/h200_decode_attention.py``).
+    """For steps of at most ``largest`` sequences; measured on an H200, beside a step's products
+    (``benchmarks/h200_step.py``).
 
-    Four tiles under way leave room for one block a multiprocessor; of 16 clusters of 8 such blocks some wait
-    for the others: they must lie in one part of the GPU (GPC) each.
+    With up to three tiles under way a block has room beside one of the product before (``linear/hopper.py``):
+    it begins while that runs, so that its first keys are there when the queries come.
     """
     groups = largest * kv_heads
     blocks = next((n for most, n in _BLOCKS if groups <= most), 1)
-    return Cluster(blocks, 4 if groups <= 8 else 3)
+    return Cluster(blocks, 2 if groups <= 8 else 3)
 
 
 def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
@@ -58,7 +59,8 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
         b.input(index if weight else 0)  # where it is absent, not read
     b.output().number(float(call.attrs["eps"])).number(float(call.attrs["scale"])).number(softcap)
     tile = KEYS * dim * 2
-    shared = WARPS * how.stages * 2 * tile + 3 * tile + 4 * group * dim + 8 * ROWS * (2 + WARPS)
+    shared = how.warps * how.stages * 2 * tile + 3 * tile + 4 * group * dim
+    shared += 8 * group * how.blocks + 8 + 8 * ROWS * (1 + how.warps)
     spec = b.launch(
         (Term(times=how.blocks),),
         (Term(times=kv_heads),),
@@ -83,9 +85,10 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
             "NORM_K": int(weights[1] is not None),
             "WEIGHTS32": int(any(w is not None and w.dtype == "float32" for w in weights)),
             "CLUSTER": how.blocks,
+            "WARPS": how.warps,
             "STAGES": how.stages,
         },
-        threads=32 * (WARPS + 1),
+        threads=32 * (how.warps + 1),
         shared=shared,
         dependent=True,
     )

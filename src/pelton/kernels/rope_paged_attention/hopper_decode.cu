@@ -6,30 +6,36 @@
 // softmax (Milakov & Gimelshein, 2018). The first copies begin before the kernel ahead of this one has ended: they
 // are of earlier steps, and the step's tables were there before its first kernel. Then each block rotates the
 // group's queries. A warp more in the last block rotates the new key, stores it and its value, and attends to them
-// as a tile of one. At the end warps join their parts in shared memory, and blocks theirs through the cluster's
-// distributed shared memory.
+// as a tile of one. At the end warps join their parts in shared memory; then each block sends every other its part of
+// a share of the result, and joins what it is sent.
 //
 // Constants: KV_HEADS, GROUP (query heads of a KV head, up to 16), D (64, 128), TURN (half the dimensions that
 // rotate), PAGE (8 to 128, a power of two), COLUMNS of the block table, Q_ROW, K_ROW, V_ROW and Q_HEAD, K_HEAD,
 // V_HEAD (strides, elements), WINDOW, SOFTCAP, HALF (float16 instead of bfloat16), NORM_Q, NORM_K (whether heads
-// are normalised first), WEIGHTS32 (whether the norms' weights are float32), CLUSTER (1 to 8), STAGES.
+// are normalised first), WEIGHTS32 (whether the norms' weights are float32), CLUSTER (1 to 8), WARPS, STAGES.
 #include "hopper.cuh"
 
 typedef unsigned short u16;
 
-constexpr int WARPS = 4, THREADS = 32 * (WARPS + 1), KEYS = 16, ROWS = 16;
+constexpr int THREADS = 32 * (WARPS + 1), KEYS = 16, ROWS = 16;
+// As if there were more threads, where they would leave no registers for a block of the product before.
+constexpr int BOUND = WARPS > 4 && THREADS < 416 ? 416 : THREADS;
 constexpr int PAGES = PAGE < KEYS ? KEYS / PAGE : 1;  // that a tile's keys lie in
 constexpr int CHUNKS = D / 8;  // of 16 bytes, in a row
 constexpr u32 ROW_BYTES = 2 * D, TILE_BYTES = KEYS * ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
 constexpr int VALUES = GROUP * D, HEADS = KV_HEADS * GROUP;
+constexpr int SHARE = VALUES / CLUSTER;  // of the result, that a block writes
 constexpr float LOG2_E = 1.4426950408889634f;
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 
-// Shared memory: the warps' tiles (later their parts), queries, the new key and value, the block's part.
+// Shared memory: the warps' tiles (later their parts), queries, the new key and value; from each block of the cluster
+// its part of this block's share, and of each head its largest score and its sum; the barrier that counts their bytes.
 constexpr u32 Q_AT = WARPS * STAGES * STAGE_BYTES, NEW_AT = Q_AT + TILE_BYTES, PART_AT = NEW_AT + STAGE_BYTES;
-constexpr u32 BEST_AT = PART_AT + 4 * VALUES, TOTAL_AT = BEST_AT + 4 * ROWS;
-constexpr u32 WARP_BEST_AT = TOTAL_AT + 4 * ROWS, WARP_TOTAL_AT = WARP_BEST_AT + 4 * ROWS * (WARPS + 1);
+constexpr u32 BEST_AT = PART_AT + 4 * VALUES, TOTAL_AT = BEST_AT + 4 * GROUP * CLUSTER;
+constexpr u32 BARRIER_AT = TOTAL_AT + 4 * GROUP * CLUSTER, WARP_BEST_AT = BARRIER_AT + 8;
+constexpr u32 WARP_TOTAL_AT = WARP_BEST_AT + 4 * ROWS * (WARPS + 1);
 static_assert(4 * VALUES <= STAGE_BYTES, "a warp's part fits where its tiles were");
+static_assert(VALUES % CLUSTER == 0, "shares are equal");
 // Where a warp's part is; the last one's tile is the new key's.
 DEVICE u32 part_at(int warp) { return warp < WARPS ? warp * (STAGES * STAGE_BYTES) : NEW_AT; }
 
@@ -99,20 +105,25 @@ DEVICE void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 
 // ---- Cluster ----
 
-DEVICE void cluster_sync() {
-    if (CLUSTER > 1) {
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    }
+DEVICE void cluster_arrive() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-DEVICE float load_of_block(u32 address, int rank) {
-    float x;
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(there) : "memory");
-    return x;
+DEVICE void cluster_wait() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+
+// Into the shared memory of another block, whose barrier counts the bytes.
+DEVICE void send(float x, u32 address, u32 barrier, int rank) {
+    u32 there, barrier_there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(rank));
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(there),
+                 "f"(x), "r"(barrier_there)
+                 : "memory");
+}
+
+DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 DEVICE float max_of_4_lanes(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
@@ -252,7 +263,7 @@ struct Part {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 1, 1)
+extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1, 1)
     decode(const u16* q, const u16* k, const u16* v, const float* cos_sin, u16* k_cache, u16* v_cache,
            const int* slots, const int* block_table, const int* seq_lens, const Weight* q_weight,
            const Weight* k_weight, u16* out, float eps, float scale, float softcap) {
@@ -262,6 +273,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rank = blockIdx.x, kv_head = blockIdx.y;
     const long long b = blockIdx.z;
+    if (CLUSTER > 1 && threadIdx.x == 0) {
+        barrier_init(base + BARRIER_AT, 1);
+        barrier_init_fence();
+        barrier_expect(base + BARRIER_AT, 4 * VALUES + 8 * GROUP * CLUSTER);
+    }
+    cluster_arrive();
+    const float* turn = cos_sin + b * (2 * TURN);
+    // A layer's weights have pushed the angles out of L2 since the layer before.
+    if (warp == WARPS && lane * 32 < 2 * TURN) prefetch(turn + lane * 32);
     const int n_keys = seq_lens[b], slot = slots[b];
     // Keys in the cache, and the first that the token sees. A token without a slot is in the cache itself.
     const int cached = slot >= 0 ? n_keys - 1 : n_keys;
@@ -318,7 +338,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 
     __syncthreads();
 
     wait_for_previous();
-    const float* turn = cos_sin + b * (2 * TURN);
     u16 x[D / 32];
     for (int head = warp; copies && head < GROUP; head += WARPS) {
         rotate<NORM_Q>(x, q + b * Q_ROW + (kv_head * GROUP + head) * Q_HEAD, q_weight, turn, eps);
@@ -372,6 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 
         part.store(reinterpret_cast<float*>(memory + part_at(warp)), bests + ROWS * warp, totals + ROWS * warp);
     __syncthreads();
     const int parts = WARPS + has_newest;
+    cluster_wait();  // until all barriers are there
     u16* to = out + (b * HEADS + kv_head * GROUP) * D;
     for (int i = threadIdx.x; i < VALUES; i += THREADS) {
         const int head = i / D;
@@ -387,36 +407,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(CLUSTER, 
             to[i] = to_element(total > 0.0f ? value / total : 0.0f);
             continue;
         }
-        reinterpret_cast<float*>(memory + PART_AT)[i] = value;
-        if (i % D == 0) {
-            reinterpret_cast<float*>(memory + BEST_AT)[head] = best;
-            reinterpret_cast<float*>(memory + TOTAL_AT)[head] = total;
+        send(value, base + PART_AT + 4 * (rank * SHARE + i % SHARE), base + BARRIER_AT, i / SHARE);
+        // The head's score and sum are sent by as many threads as there are blocks.
+        if (i % D < CLUSTER) {
+            send(best, base + BEST_AT + 4 * (rank * GROUP + head), base + BARRIER_AT, i % D);
+            send(total, base + TOTAL_AT + 4 * (rank * GROUP + head), base + BARRIER_AT, i % D);
         }
     }
     if (CLUSTER == 1) return;
-    cluster_sync();
-    // Each block writes a share of the result.
-    constexpr int SHARE = (VALUES + CLUSTER - 1) / CLUSTER;
-    for (int i = rank * SHARE + threadIdx.x; i < min((rank + 1) * SHARE, VALUES); i += THREADS) {
-        const int head = i / D;
-        float bests_of[CLUSTER], totals_of[CLUSTER], values_of[CLUSTER];
-#pragma unroll
-        for (int r = 0; r < CLUSTER; ++r) {
-            bests_of[r] = load_of_block(base + BEST_AT + 4 * head, r);
-            totals_of[r] = load_of_block(base + TOTAL_AT + 4 * head, r);
-            values_of[r] = load_of_block(base + PART_AT + 4 * i, r);
-        }
+    barrier_wait(base + BARRIER_AT, 0);
+    const float* bests_of = reinterpret_cast<const float*>(memory + BEST_AT);
+    const float* totals_of = reinterpret_cast<const float*>(memory + TOTAL_AT);
+    const float* values_of = reinterpret_cast<const float*>(memory + PART_AT);
+    for (int i = threadIdx.x; i < SHARE; i += THREADS) {
+        const int head = (rank * SHARE + i) / D;
         float best = NEGATIVE_INFINITY, total = 0.0f, value = 0.0f;
 #pragma unroll
-        for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, bests_of[r]);
+        for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, bests_of[r * GROUP + head]);
         const float shift = best == NEGATIVE_INFINITY ? 0.0f : best;
 #pragma unroll
         for (int r = 0; r < CLUSTER; ++r) {
-            const float share = exp2_fast(bests_of[r] - shift);
-            total += share * totals_of[r];
-            value += share * values_of[r];
+            const float share = exp2_fast(bests_of[r * GROUP + head] - shift);
+            total += share * totals_of[r * GROUP + head];
+            value += share * values_of[r * SHARE + i];
         }
-        to[i] = to_element(total > 0.0f ? value / total : 0.0f);
+        to[rank * SHARE + i] = to_element(total > 0.0f ? value / total : 0.0f);
     }
-    cluster_sync();  // a block's shared memory stays until all have read it
 }
