@@ -14,10 +14,11 @@ pytest.importorskip("torch")
 
 from pelton.engine.batch import AttentionMetadata, InputBatch
 from pelton.engine.batch_sampling import LogitsEdits, SamplingInputs
+from pelton.engine.cuda.runner import network_logits
 from pelton.engine.session import Session
 from pelton.kernels.gpu.null import NullLibrary, null_gpu
 from pelton.kernels.sampling import reference
-from pelton.kernels.sampling.cuda import LIST_ROOM, MOST_LOGPROBS, mask_words
+from pelton.kernels.sampling.cuda import LIST_ROOM, LOGITS_KINDS, MOST_LOGPROBS, mask_words
 from pelton.runtime.logits import LogitsProcessor
 from pelton.runtime.sequence import Sequence
 from tests.builder.paper_gpu import build_paper_engine
@@ -101,7 +102,7 @@ class Player:
         assert self.gpu is not None
         rows = int(self.gpu.grid[1])
         tokens = array(logits, np.float32, rows, VOCAB).argmax(axis=1)
-        for address in rest[7:9]:
+        for address in rest[8:10]:
             array(address, np.int32, rows)[:] = tokens
 
     def count(self, seat: int, tokens: int, counts: int, *_: int) -> None:
@@ -227,3 +228,32 @@ def test_nothing_is_made_for_requests_without_edits(engine: Path, player: Player
         runner: Any = session._runner
         assert not runner._sampler.edits._tables
         assert runner._sampler.edits._kept is None
+
+
+def test_logits_become_float32_only_where_somebody_reads_them_as_such(engine: Path) -> None:
+    """Sampling reads what the network computes; edits, log-probabilities and the host read float32."""
+    ran: list[tuple[str, int]] = []
+
+    def body(name: str) -> Any:
+        def note(parameters: Any) -> None:
+            logits, kind = C.c_uint64.from_address(parameters[0]), C.c_int32.from_address(parameters[1])
+            ran.append((name, kind.value if name == "scan" else 0))
+            if name == "scan":
+                addresses.append(logits.value)
+
+        return note
+
+    addresses: list[int] = []
+    gpu = null_gpu({"pointwise": body("to_float32"), "scan": body("scan")})
+    with gpu, Session(engine, kv_blocks=100, trust=True) as session:
+        runner: Any = session._runner
+        network = network_logits(runner._plan)
+        assert network is not None
+        members = [sequence_of(VOCAB, s, {}) for s in (0, 1)]
+        session.submit(batch(2), inputs(members, [], None)).tokens()
+        assert ran == [("scan", LOGITS_KINDS["bfloat16"])]
+        session.submit(batch(2), inputs(members, [], [0, -1])).tokens()
+        assert ran[1:] == [("to_float32", 0), ("scan", LOGITS_KINDS["float32"])]
+        assert addresses == [runner._address(network), runner._logits_address]
+        session.run(batch(2))
+        assert ran[3:] == [("to_float32", 0)]

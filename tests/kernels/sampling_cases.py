@@ -15,11 +15,11 @@ import numpy as np
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import KernelSource
 from pelton.kernels.sampling import reference
-from pelton.kernels.sampling.cuda import SamplerBytes, sampler_blocks, sampler_sources
+from pelton.kernels.sampling.cuda import LOGITS_KINDS, SamplerBytes, sampler_blocks, sampler_sources
 
 FIELDS = ("temperature", "top_k", "top_p", "min_p", "uniform")
 #: Parameters of each kernel.
-SHARED = ("logits", *FIELDS, "rows", "pieces")
+SHARED = ("logits", "kind", *FIELDS, "rows", "pieces")
 KERNELS = {
     "scan": (*SHARED, "tokens", "tokens_host"),
     "histogram": (*SHARED, "bins"),
@@ -51,8 +51,8 @@ class OnCpu:
         source = sampler_sources(vocab)["scan"]
         text = f'#include "cuda_on_cpu.h"\n{(nvrtc.KERNELS / source.file).read_text()}{ON_CPU}'
         for name, parameters in KERNELS.items():
-            given = ", ".join(f"void* {p}" for p in parameters)
-            casts = ", ".join(f"any({p})" for p in parameters)
+            given = ", ".join("int kind" if p == "kind" else f"void* {p}" for p in parameters)
+            casts = ", ".join(p if p == "kind" else f"any({p})" for p in parameters)
             text += (
                 f'extern "C" int run_{name}(int blocks, int n, {given}) '
                 f"{{ return run(blocks, n, [&] {{ {name}({casts}); }}); }}\n"
@@ -69,10 +69,10 @@ class OnCpu:
             subprocess.run([*command, "x.cpp", "-o", "x.so"], cwd=folder, check=True)
             self._library = C.CDLL(f"{folder}/x.so")
 
-    def __call__(self, blocks: int, arrays: dict[str, np.ndarray]) -> None:
+    def __call__(self, blocks: int, kind: int, arrays: dict[str, np.ndarray]) -> None:
         n = len(arrays["tokens"])
         for name, parameters in KERNELS.items():
-            addresses = [C.c_void_p(arrays[p].ctypes.data) for p in parameters]
+            addresses = [kind if p == "kind" else C.c_void_p(arrays[p].ctypes.data) for p in parameters]
             assert getattr(self._library, f"run_{name}")(blocks, n, *addresses) == 0, "threads wait for ever"
 
 
@@ -98,7 +98,7 @@ class OnGpu:
             cubin = compile_kernel(source, self._device.sm)
             self._functions[name] = Function(cubin.image, cubin.name, cubin.shared), cubin.threads
 
-    def __call__(self, blocks: int, arrays: dict[str, np.ndarray]) -> None:
+    def __call__(self, blocks: int, kind: int, arrays: dict[str, np.ndarray]) -> None:
         from pelton.kernels.gpu.driver import LaunchConfig, Memory
         from pelton.kernels.gpu.driver import launch as launch_on_gpu
 
@@ -111,7 +111,9 @@ class OnGpu:
             config = LaunchConfig()
             config.grid[:], config.block[:] = (blocks, len(arrays["tokens"]), 1), (threads, 1, 1)
             config.stream = self._stream.handle
-            values = [C.c_uint64(memory[p].address) for p in parameters]
+            values: list[Any] = [
+                C.c_int32(kind) if p == "kind" else C.c_uint64(memory[p].address) for p in parameters
+            ]
             launch_on_gpu(config, function.handle, (C.c_void_p * len(values))(*map(C.addressof, values)))
         for name, array in arrays.items():
             self._stream.copy_out(array.ctypes.data, memory[name].address, array.nbytes)
@@ -126,13 +128,17 @@ def runner(device: str, vocab: int) -> Any:
 
 
 def sample(logits: np.ndarray, device: str, blocks: int = 0, **params: np.ndarray) -> np.ndarray:
-    """Tokens of each row, by ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``uniform`` (N,)."""
+    """Tokens of each row, by ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``uniform`` (N,).
+
+    ``logits``: float32, float16, or uint16: bfloat16's bits.
+    """
     n, vocab = logits.shape
     arrays = {"logits": np.ascontiguousarray(logits), **params}
     for name, size in vars(SamplerBytes.of(vocab)).items():
         arrays[name] = np.full((n, size), 0 if name in ("rows", "bins") else 0xA5, np.uint8)
     arrays |= {name: np.full(n, -7, np.int32) for name in ("tokens", "tokens_host")}
-    runner(device, vocab)(blocks or sampler_blocks(vocab, n), arrays)
+    kind = LOGITS_KINDS["bfloat16" if logits.dtype == np.uint16 else str(logits.dtype)]
+    runner(device, vocab)(blocks or sampler_blocks(vocab, n), kind, arrays)
     assert np.array_equal(arrays["tokens"], arrays["tokens_host"])
     assert not arrays["bins"].any(), "the next step's counts begin at zero"
     return arrays["tokens"]
@@ -219,3 +225,22 @@ def check(device: str, vocab: int, kinds: tuple[str, ...] = KINDS, n: int = 6) -
     assert got[:3].tolist() == [-1, -1, -2]
     assert got[3] >= 0
     return checked
+
+
+def check_types(device: str, vocab: int) -> None:
+    """Rows of bfloat16 and float16 give the tokens of the same numbers in float32."""
+    n = 4
+    ones = np.ones(n, np.float32)
+    given = {
+        "temperature": np.array([0, 0.8, 0.8, 1.2], np.float32),
+        "top_k": np.array([0, 0, 40, 0], np.int32),
+        "top_p": np.array([1, 1, 1, 0.8], np.float32),
+        "min_p": 0 * ones,
+        "uniform": np.array([0.5, 0.3, 0.6, 0.9], np.float32),
+    }
+    exact = logits_of("flat", n, vocab) * np.float32(2)
+    bits = (exact.view(np.uint32) >> 16).astype(np.uint16)
+    halves = exact.astype(np.float16)
+    for short, same in ((bits, (bits.astype(np.uint32) << 16).view(np.float32)), (halves, halves)):
+        want = sample(same.astype(np.float32), device, **given)
+        assert sample(short, device, **given).tolist() == want.tolist()

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tests.kernels.sampling_cases import check, logits_of, sample
+from tests.kernels.sampling_cases import check, check_types, logits_of, sample
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
 
@@ -36,3 +36,8 @@ def test_tokens_do_not_depend_on_how_rows_are_shared() -> None:
     logits = logits_of("flat", n, 9000)
     alone, shared = (sample(logits, "cpu", blocks, **given) for blocks in (1, 2))
     assert alone.tolist() == shared.tolist()
+
+
+@pytest.mark.parametrize("vocab", [257, 3000])
+def test_logits_may_be_of_the_network_s_type(vocab: int) -> None:
+    check_types("cpu", vocab)

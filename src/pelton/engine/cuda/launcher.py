@@ -227,15 +227,17 @@ class Launcher:
         after: Callable[[int], None] | None = None,
         *,
         decodes: bool,
+        which: slice = slice(None),
     ) -> None:
         """Put a step of the sizes ``dims`` into ``stream``; ``after`` is called behind each instruction.
 
-        ``decodes``: every sequence has one token (``step_inputs.decodes``).
+        ``decodes``: every sequence has one token (``step_inputs.decodes``); ``which`` of the instructions.
         """
         for name, value in self._dims.items():
             value.value = dims[name]
         sizes = _Sizes(dims)
-        for index, choices in enumerate(self._bound):
+        for index in range(*which.indices(len(self._bound))):
+            choices = self._bound[index]
             rows = dims[self._rows[index]]
             works = None
             for largest, always, decode in choices:

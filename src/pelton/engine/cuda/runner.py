@@ -27,11 +27,12 @@ from pelton.engine.cuda.launcher import Launcher
 from pelton.engine.cuda.sampler import DeviceSampler, Slot
 from pelton.engine.cuda.weights import DeviceWeights
 from pelton.engine.kv_cache import NUMPY_TYPES
-from pelton.engine.plan import Instruction, Operand
+from pelton.engine.plan import Instruction, Operand, Plan
 from pelton.engine.step_inputs import decodes, step_dims
 from pelton.errors import DeviceError
 from pelton.kernels.gpu.driver import Device, Event, Memory, PinnedMemory, Stream, capture
 from pelton.kernels.launch import COUNTER_BYTES
+from pelton.kernels.sampling.cuda import LOGITS_KINDS
 
 #: Steps in flight: one runs, one is prepared.
 _SLOTS = 2
@@ -49,6 +50,18 @@ class _Step:
     dims: Mapping[str, int]
     """Padded to the graph's."""
     decodes: bool
+
+
+def network_logits(plan: Plan) -> Operand | None:
+    """The logits in the network's type, where the plan ends with making float32 of them."""
+    last = plan.instructions[-1]
+    if last.op != "to_float32" or tuple(last.outputs) != (plan.logits,):
+        return None
+    operand = plan.operands[last.inputs[0]]
+    contiguous = tuple(operand.strides) == (operand.shape[1], 1)
+    buffer = plan.buffers[operand.buffer]
+    fits = contiguous and buffer.kind == "arena" and buffer.dtype in LOGITS_KINDS
+    return operand if fits else None
 
 
 class PendingTokens:
@@ -100,6 +113,9 @@ class CudaRunner:
         logits = plan.operands[plan.logits]
         self._vocab = int(logits.shape[1])
         self._logits_address = self._address(logits)
+        network = network_logits(plan)
+        self._network = slice(None) if network is None else slice(-1)
+        sampled = logits if network is None else network
         self._sampler = DeviceSampler(
             code,
             root,
@@ -108,6 +124,7 @@ class CudaRunner:
             rows=rows,
             vocab=self._vocab,
             logits=self._logits_address,
+            network=(self._address(sampled), plan.buffers[sampled.buffer].dtype),
         )
         self._stage = EngineKernel(code, root, "stage")
         self._inputs.bind(self._stage, self._sampler.tokens_address)
@@ -115,7 +132,7 @@ class CudaRunner:
         self._graphs = StepGraphs(
             plan.dims,
             self._stream,
-            lambda dims, decode: self._launcher.run(self._stream, dims, decodes=decode),
+            lambda dims, decode: self._launcher.run(self._stream, dims, decodes=decode, which=self._network),
         )
         self._last: _Step | None = None
         self._producer = {
@@ -139,7 +156,8 @@ class CudaRunner:
         """Compute one step; ``outputs`` names operands to copy when they are produced."""
         slot = self._begin()
         taken: dict[str, npt.NDArray[np.generic]] = {}
-        rows = self._launch(batch, slot, self._taker(outputs, step_dims(batch), taken) if outputs else None)
+        take = self._taker(outputs, step_dims(batch), taken) if outputs else None
+        rows = self._launch(batch, slot, take, float32=True)
         logits = self._logits(rows)
         assert self._host_logits is not None
         self._stream.copy_out(self._host_logits.address, self._logits_address, logits.nbytes)
@@ -154,7 +172,7 @@ class CudaRunner:
         first row. At most two steps are in flight: the caller takes a step's tokens before the next but one.
         """
         slot = self._begin()
-        rows = self._launch(batch, slot, None)
+        rows = self._launch(batch, slot, None, float32=self._sampler.wants_float32(sampling))
         if rows:
             self._sampler.sample(self._stream, sampling, rows, slot)
         self._end(slot)
@@ -171,16 +189,23 @@ class CudaRunner:
         slot.done.record(self._stream)
         slot.used = True
 
-    def _launch(self, batch: InputBatch, slot: Slot, after: Callable[[int], None] | None) -> int:
-        """Put a step into the stream -> rows of logits."""
+    def _launch(
+        self, batch: InputBatch, slot: Slot, after: Callable[[int], None] | None, *, float32: bool
+    ) -> int:
+        """Put a step into the stream -> rows of logits. ``float32``: whether somebody reads them as such."""
         step = self._last
         if step is None or batch.run is None or batch.run is not step.run:
             self._last = step = self._step(batch, graphs=after is None)
         self._inputs.stage(batch, step.dims, slot.inputs, self._stream, decode=step.decodes)
+        if after is not None:
+            self._launcher.run(self._stream, step.dims, after, decodes=step.decodes)
+            return step.rows
         if step.padded is not None:
             self._graphs.launch(step.padded)
         else:
-            self._launcher.run(self._stream, step.dims, after, decodes=step.decodes)
+            self._launcher.run(self._stream, step.dims, decodes=step.decodes, which=self._network)
+        if float32 and self._network.stop is not None:
+            self._launcher.run(self._stream, step.dims, decodes=step.decodes, which=slice(-1, None))
         return step.rows
 
     def _step(self, batch: InputBatch, *, graphs: bool) -> _Step:

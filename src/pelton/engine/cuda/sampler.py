@@ -13,7 +13,7 @@ from pelton.engine.cuda.edits import DeviceEdits, edit_bytes
 from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.shards import align
 from pelton.kernels.gpu.driver import Event, Memory, PinnedMemory, Stream
-from pelton.kernels.sampling.cuda import SamplerBytes, sampler_blocks
+from pelton.kernels.sampling.cuda import LOGITS_KINDS, SamplerBytes, sampler_blocks
 
 _FIELDS = ("temperature_N", "top_k_N", "top_p_N", "min_p_N", "uniform_N")
 
@@ -48,10 +48,23 @@ def sampler_bytes(seats: int, rows: int, vocab: int) -> int:
 
 
 class DeviceSampler:
-    """Takes tokens from ``logits`` (an address), at most ``rows`` a step, of sequences in ``seats`` seats."""
+    """Takes tokens from ``logits``, at most ``rows`` a step, of sequences in ``seats`` seats.
+
+    ``logits``: the address of float32 ones, which are there where ``wants_float32`` says so; ``network``:
+    address and type of those that the network computes, which are there always.
+    """
 
     def __init__(
-        self, code: Code, root: Path, stream: Stream, *, seats: int, rows: int, vocab: int, logits: int
+        self,
+        code: Code,
+        root: Path,
+        stream: Stream,
+        *,
+        seats: int,
+        rows: int,
+        vocab: int,
+        logits: int,
+        network: tuple[int, str],
     ) -> None:
         self._vocab, self._stride = vocab, align(4 * rows)
         sizes = SamplerBytes.of(vocab)
@@ -75,7 +88,9 @@ class DeviceSampler:
         self._scan, self._histogram, self._choose = (
             EngineKernel(code, root, name) for name in ("scan", "histogram", "choose")
         )
-        shared = [C.c_uint64(logits), *self._parameters, at["rows"], at["pieces"]]
+        self._sources = (logits, LOGITS_KINDS["float32"]), (network[0], LOGITS_KINDS[network[1]])
+        self._logits, self._kind = C.c_uint64(), C.c_int32()
+        shared = [self._logits, self._kind, *self._parameters, at["rows"], at["pieces"]]
         self._scan.bind([*shared, *tokens])
         self._histogram.bind([*shared, at["bins"]])
         self._choose.bind([*shared, at["lists"], *tokens])
@@ -88,6 +103,11 @@ class DeviceSampler:
         """Where the tokens of the step that samples next will be, and those of the one before are."""
         return self._tokens.address
 
+    @staticmethod
+    def wants_float32(inputs: SamplingInputs) -> bool:
+        """Whether a step's logits must be there as float32: edits and log-probabilities are of those."""
+        return inputs.edits is not None or inputs.logprobs_N is not None
+
     def sample(self, stream: Stream, inputs: SamplingInputs, rows: int, slot: Slot) -> None:
         """Sample ``rows`` rows; their tokens arrive in ``slot``."""
         draws = self._draws(inputs)
@@ -96,6 +116,7 @@ class DeviceSampler:
             self._give(stream, inputs, rows, slot)
         self._host_tokens.value = slot.tokens.address
         self.edits.before(stream, inputs, rows, slot.index)
+        self._logits.value, self._kind.value = self._sources[not self.wants_float32(inputs)]
         blocks = sampler_blocks(self._vocab, rows)
         self._scan.run(stream, blocks, rows)
         if draws:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pelton.kernels.launch import CudaSource, KernelSource, power_of_two
 
 _THREADS, _PIECE = 256, 1024
+#: By type of the logits, what the kernels call it.
+LOGITS_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
 #: Blocks of a step's rows that fill a GPU.
 _BLOCKS = 1024
 
@@ -36,7 +38,7 @@ def sampler_blocks(vocab: int, rows: int) -> int:
 
 
 def sampler_sources(vocab: int) -> dict[str, CudaSource]:
-    """For rows of ``vocab`` logits: kernels of a grid (``sampler_blocks``, rows)."""
+    """For rows of ``vocab`` logits (``LOGITS_KINDS``): kernels of a grid (``sampler_blocks``, rows)."""
     return {
         name: CudaSource(
             file="sampling/sample.cu", function=name, constants=(("V", vocab),), threads=_THREADS, shared=0

@@ -5,7 +5,7 @@
 // What the histogram could not decide about: ranks in shared memory, or where they are too many, in the row.
 struct Undecided {
     const u64* list;
-    const float* logits;
+    Logits logits;
     const Row* row;
     int n;
 
@@ -16,7 +16,7 @@ struct Undecided {
             return;
         }
         for (int i = threadIdx.x; i < V; i += THREADS) {
-            const float x = logits[i];
+            const float x = logits.at(i);
             if (x == -INFINITE) continue;
             const int b = bin_of(row->top - x, row->scale);
             if ((b >= row->first && b <= row->last) || b == row->kth) visit(rank_of(x, i));

@@ -121,22 +121,72 @@ DEVICE int place(int piece, int j) {
     return piece * PIECE + (V % 4 ? j * 32 + lane : j / 4 * 128 + lane * 4 + j % 4);
 }
 
-DEVICE void load_piece(float (&x)[32], const float* row, int piece) {
-    if (V % 4) {
+#ifdef __CUDACC_RTC__
+DEVICE float of_half(u32 bits) {
+    float y;
+    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(y) : "r"(bits));
+    return y;
+}
+#endif
+
+// A row: float32 (kind 0), or what the network computes in: bfloat16 (1), float16 (2).
+struct Logits {
+    const void* row;
+    int kind;
+
+    DEVICE Logits(const void* logits, int kind) : kind(kind) {
+        row = static_cast<const char*>(logits) + u64(blockIdx.y) * V * (kind == 0 ? 4 : 2);
+    }
+
+    DEVICE float at(int i) const {
+        if (kind == 0) return static_cast<const float*>(row)[i];
+        const u32 bits = static_cast<const unsigned short*>(row)[i];
+        return kind == 1 ? __int_as_float(bits << 16) : of_half(bits);
+    }
+
+    // A loop for each type: what is asked in the loop is asked for every logit.
+    DEVICE void load_piece(float (&x)[32], int piece) const {
+        if (V % 4) {
 #pragma unroll
-        for (int j = 0; j < 32; ++j) x[j] = place(piece, j) < V ? row[place(piece, j)] : -INFINITE;
-    } else {
-#pragma unroll
-        for (int j = 0; j < 32; j += 4) {
-            float4 four = {-INFINITE, -INFINITE, -INFINITE, -INFINITE};
-            if (place(piece, j) < V) four = *reinterpret_cast<const float4*>(row + place(piece, j));
-            x[j] = four.x;
-            x[j + 1] = four.y;
-            x[j + 2] = four.z;
-            x[j + 3] = four.w;
+            for (int j = 0; j < 32; ++j) x[j] = place(piece, j) < V ? at(place(piece, j)) : -INFINITE;
+        } else if (kind == 0) {
+            load_fours<float4>(piece, [&](int j, float4 four) {
+                x[j] = four.x;
+                x[j + 1] = four.y;
+                x[j + 2] = four.z;
+                x[j + 3] = four.w;
+            }, {-INFINITE, -INFINITE, -INFINITE, -INFINITE});
+        } else if (kind == 1) {
+            load_fours<uint2>(piece, [&](int j, uint2 four) {
+                x[j] = __int_as_float(four.x << 16);
+                x[j + 1] = __int_as_float(four.x & 0xffff0000);
+                x[j + 2] = __int_as_float(four.y << 16);
+                x[j + 3] = __int_as_float(four.y & 0xffff0000);
+            }, {0xff80ff80, 0xff80ff80});
+        } else {
+            load_fours<uint2>(piece, [&](int j, uint2 four) {
+                x[j] = of_half(four.x & 0xffff);
+                x[j + 1] = of_half(four.x >> 16);
+                x[j + 2] = of_half(four.y & 0xffff);
+                x[j + 3] = of_half(four.y >> 16);
+            }, {0xfc00fc00, 0xfc00fc00});
         }
     }
-}
+
+    // All of a lane's loads are under way before the first is looked at. `none`: four times -inf.
+    template <class Four, class Take>
+    DEVICE void load_fours(int piece, Take take, Four none) const {
+        Four fours[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int i = place(piece, 4 * j);
+            fours[j] = none;
+            if (i < V) fours[j] = static_cast<const Four*>(row)[i / 4];
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) take(4 * j, fours[j]);
+    }
+};
 
 #ifdef __CUDACC_RTC__
 DEVICE float exp2_fast(float x) {

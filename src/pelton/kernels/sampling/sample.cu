@@ -26,7 +26,7 @@ DEVICE void give(int token, int* tokens, int* tokens_host) {
 
 // The first token at which the running sum exceeds u of the whole: `mass` of each of this thread's pieces. Of tokens
 // those count whose rank is at least `edge` and whose weight is at least `least`.
-DEVICE int draw(const float* logits, const u64 (&mass)[EACH], const Row& row, const Parameters& given, u64 edge,
+DEVICE int draw(const Logits& logits, const u64 (&mass)[EACH], const Row& row, const Parameters& given, u64 edge,
                 float least) {
     __shared__ u64 room[WARPS], start;
     __shared__ int found, final;
@@ -56,7 +56,7 @@ DEVICE int draw(const float* logits, const u64 (&mass)[EACH], const Row& row, co
     mine = 0;
     for (int c = 0; c < SHARE; ++c) {
         const int i = piece * PIECE + threadIdx.x * SHARE + c;
-        const float x = i < V ? logits[i] : -INFINITE;
+        const float x = i < V ? logits.at(i) : -INFINITE;
         weights[c] = 0;
         if (x > -INFINITE && rank_of(x, i) >= edge) {
             const float w = weight(x - row.top, given.t, given.inverse);
@@ -79,10 +79,10 @@ DEVICE int draw(const float* logits, const u64 (&mass)[EACH], const Row& row, co
 // ---- Scan ----
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    scan(const float* logits, const float* temperature, const int* top_k, const float* top_p, const float* min_p,
+    scan(const void* all_logits, int kind, const float* temperature, const int* top_k, const float* top_p, const float* min_p,
          const float* uniform, Row* rows, Piece* pieces, int* tokens, int* tokens_host) {
     Row& row = rows[blockIdx.y];
-    logits += u64(blockIdx.y) * V;
+    const Logits logits(all_logits, kind);
     pieces += u64(blockIdx.y) * PIECES;
     const Parameters given = parameters_of(temperature, top_k, top_p, min_p, uniform);
     const bool cuts = given.t != 0.0f && (given.by_k || given.by_p || given.least > 0.0f);
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float sharpness = LOG2_E * given.inverse;
     for (int piece = blockIdx.x * WARPS + threadIdx.x / 32; piece < PIECES; piece += gridDim.x * WARPS) {
         float x[32];
-        load_piece(x, logits, piece);
+        logits.load_piece(x, piece);
         float top = -INFINITE, low = INFINITE, sum = 0.0f;
         int at = V;
         bool broken = false;
@@ -174,12 +174,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // ---- Histogram ----
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    histogram(const float* logits, const float* temperature, const int* top_k, const float* top_p, const float* min_p,
+    histogram(const void* all_logits, int kind, const float* temperature, const int* top_k, const float* top_p, const float* min_p,
               const float* uniform, Row* rows, Piece* pieces, u32* bins) {
     __shared__ u32 counts[BINS];
     Row& row = rows[blockIdx.y];
     if (row.state != 2) return;
-    logits += u64(blockIdx.y) * V;
+    const Logits logits(all_logits, kind);
     pieces += u64(blockIdx.y) * PIECES;
     bins += u64(blockIdx.y) * BINS;
     const Parameters given = parameters_of(temperature, top_k, top_p, min_p, uniform);
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     for (int piece = blockIdx.x * WARPS + threadIdx.x / 32; piece < PIECES; piece += gridDim.x * WARPS) {
         float x[32], sum = 0.0f;
-        load_piece(x, logits, piece);
+        logits.load_piece(x, piece);
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
             if (x[j] == -INFINITE) continue;
@@ -297,11 +297,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // ---- Choose ----
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    choose(const float* logits, const float* temperature, const int* top_k, const float* top_p, const float* min_p,
+    choose(const void* all_logits, int kind, const float* temperature, const int* top_k, const float* top_p, const float* min_p,
            const float* uniform, Row* rows, Piece* pieces, u64* lists, int* tokens, int* tokens_host) {
     Row& row = rows[blockIdx.y];
     if (row.state == 0) return;
-    logits += u64(blockIdx.y) * V;
+    const Logits logits(all_logits, kind);
     pieces += u64(blockIdx.y) * PIECES;
     lists += u64(blockIdx.y) * ROOM;
     const Parameters given = parameters_of(temperature, top_k, top_p, min_p, uniform);
@@ -311,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     u64 above = 0, between = 0;
     for (int piece = blockIdx.x * WARPS + threadIdx.x / 32; piece < PIECES; piece += gridDim.x * WARPS) {
         float x[32];
-        load_piece(x, logits, piece);
+        logits.load_piece(x, piece);
         u64 mass = 0;
         u32 listed = 0;
 #pragma unroll
@@ -356,6 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ u64 list[ROOM], masses[PIECES], room[WARPS];
     const Row all = row;  // no block writes to it any more
     const Undecided some = {list, logits, &row, fresh(row.listed)};
+    const u64 upper = fresh(row.above), middle = fresh(row.between);
     if (some.n <= ROOM)
         for (int i = threadIdx.x; i < some.n; i += THREADS) list[i] = fresh(lists[i]);
     for (int i = threadIdx.x; i < PIECES; i += THREADS) masses[i] = fresh(pieces[i].mass);
@@ -370,8 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 if (rank >= edge) mine += weigh(rank);
             });
             sum_before(mine, total, room);
-            const u64 upper = fresh(row.above);
-            const double goal = double(given.p) * double(total + upper + fresh(row.between));
+            const double goal = double(given.p) * double(total + upper + middle);
             u64 reached = u64(goal);
             reached += double(reached) < goal;
             edge = cut(some, edge, reached > upper ? reached - upper : 0, weigh);
