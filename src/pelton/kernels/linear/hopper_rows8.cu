@@ -4,7 +4,7 @@
 //
 // Codes become float16, which holds them all, by one or two instructions a pair. So must x, whose range may be too
 // large for it: of each token and 128 columns it is multiplied by the power of two that brings the largest value
-// below 2^16, and their sum by its inverse. What is 2^29 times smaller than that value keeps fewer bits, which is
+// below 2^16, and their sum by its inverse. What is over 2^32 times smaller than that keeps fewer bits, which is
 // far below what float32 sums keep. Columns of a product of 16 are taken in the order in which `ldmatrix`, made for
 // elements of 16 bits, gives bytes: lane 4 g + q has columns 4 q to 4 q + 3 of row g.
 //
@@ -85,34 +85,6 @@ DEVICE u32 scaled_f16(u32 pair, u32 scale) {
     return pack_f16(low_half(scaled), high_half(scaled));
 }
 
-// The same of one token: a lane does four columns, and `own`, 256 bytes of the warp, gives them to all.
-DEVICE void load_x_of_one(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 own, u32 gains, float& squares, bool counts) {
-    const int lane = threadIdx.x % 32;
-    const u64 words = shared_words(at + lane / 16 * X_BOX + lane % 16 * 8);
-    u32 w[2] = {u32(words), u32(words >> 32)};
-    if (NORM) {
-        const u64 gain = shared_words(gains + lane * 8);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float low = low_half(w[h]), high = high_half(w[h]);
-            if (counts) squares += low * low + high * high;
-            w[h] = times(w[h], h ? u32(gain >> 32) : u32(gain));
-        }
-    }
-    const u32 both = larger(w[0], w[1]);
-    const u32 exponent = exponent_of(__reduce_max_sync(~0u, max(both & 0x7fff, both >> 16 & 0x7fff)));
-    const u32 scale = scale_of(exponent);
-    put_shared_2(own + lane * 8, scaled_f16(w[0], scale), scaled_f16(w[1], scale));
-    __syncwarp();
-#pragma unroll
-    for (int s = 0; s < 8; ++s) {
-        const u64 pair = shared_words(own + s * 32 + lane % 4 * 8);
-        b[s][0] = u32(pair), b[s][1] = u32(pair >> 32);
-    }
-    __syncwarp();
-    factors[0] = factors[1] = inverse_of(exponent);
-}
-
 // x of 8 tokens and 128 columns from `at` on as the products' second operand (columns 16 s + 4 q to 4 q + 3 of token
 // g), and the factors of the sums of tokens 2 q and 2 q + 1. `gains`: where the norm's weights of the columns lie.
 DEVICE void load_x(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 gains, float& squares, bool counts) {
@@ -148,6 +120,34 @@ DEVICE void load_x(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 gains, float
         for (int h = 0; h < 2; ++h) b[s][h] = scaled_f16(b[s][h], scale);
 #pragma unroll
     for (int i = 0; i < 2; ++i) factors[i] = inverse_of(__shfl_sync(~0u, exponent, (2 * q + i) * 4));
+}
+
+// The same of one token: a lane does four columns, and `own`, 256 bytes of the warp, gives them to all.
+DEVICE void load_x_of_one(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 own, u32 gains, float& squares, bool counts) {
+    const int lane = threadIdx.x % 32;
+    const u64 words = shared_words(at + lane / 16 * X_BOX + lane % 16 * 8);
+    u32 w[2] = {u32(words), u32(words >> 32)};
+    if (NORM) {
+        const u64 gain = shared_words(gains + lane * 8);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float low = low_half(w[h]), high = high_half(w[h]);
+            if (counts) squares += low * low + high * high;
+            w[h] = times(w[h], h ? u32(gain >> 32) : u32(gain));
+        }
+    }
+    const u32 both = larger(w[0], w[1]);
+    const u32 exponent = exponent_of(__reduce_max_sync(~0u, max(both & 0x7fff, both >> 16 & 0x7fff)));
+    const u32 scale = scale_of(exponent);
+    put_shared_2(own + lane * 8, scaled_f16(w[0], scale), scaled_f16(w[1], scale));
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+        const u64 pair = shared_words(own + s * 32 + lane % 4 * 8);
+        b[s][0] = u32(pair), b[s][1] = u32(pair >> 32);
+    }
+    __syncwarp();
+    factors[0] = factors[1] = inverse_of(exponent);
 }
 
 DEVICE void compute(const Shared& shared, int tokens, float eps, const float* scales, const float* bias,
