@@ -1,10 +1,11 @@
 """A decode step of Llama-3.1-8B's shape, but for embedding and sampling: ``h200_chain.py`` with attention.
 
-    python benchmarks/h200_step.py [--tokens 1,8] [--context 256,1024]
+    python benchmarks/h200_step.py [--tokens 1,8] [--context 256,1024] [--quant fp8_row]
 
 Products and, of a token a sequence at ``context`` keys, RoPE, KV write and attention, in one CUDA graph as an
 engine launches them. Microseconds of the step without and with attention, and what attention adds a layer:
 less than it takes alone where it runs beside the products, more where it keeps them from overlapping.
+``--quant``: block type of the layers' weights (the head stays bfloat16).
 """
 
 from __future__ import annotations
@@ -111,16 +112,20 @@ def main() -> None:
     )
     parser.add_argument("--tokens", default="1,2,4,8,16")
     parser.add_argument("--context", default="256,1024")
+    parser.add_argument("--quant", default="bfloat16")
     args = parser.parse_args()
     sizes = [int(size) for size in args.tokens.split(",")]
     products = {
-        t: {op: chain.chosen(op, t, "bfloat16", "float32") for op in (*chain.STEP, chain.HEAD)} for t in sizes
+        t: {op: chain.chosen(op, t, args.quant, "float32") for op in chain.STEP}
+        | {chain.HEAD: chain.chosen(chain.HEAD, t, "bfloat16", "float32")}
+        for t in sizes
     }
     attentions = {t: attention_of(t) for t in sizes}
     bench = bench_of(
         [*(w for step in products.values() for p in step.values() for w in p.works)]
         + [w for works in attentions.values() for w in works],
         products,
+        args.quant,
     )
     for tokens in sizes:
         without = chain.Chain(bench, tokens, products[tokens]).microseconds(overlap=True)
@@ -136,7 +141,7 @@ def main() -> None:
             )
 
 
-def bench_of(works: list[Work], products: Mapping[int, Mapping[chain.Op, chain.Chosen]]) -> Bench:
+def bench_of(works: list[Work], products: Mapping[int, Mapping[chain.Op, chain.Chosen]], quant: str) -> Bench:
     """With the kernels of ``works`` and memory for the weights."""
     sources = list(dict.fromkeys(w.kernel for w in works if isinstance(w, LaunchSpec)))
     with ProcessPoolExecutor(cores()) as pool:  # forked before anything here has a thread or a context
@@ -146,8 +151,8 @@ def bench_of(works: list[Work], products: Mapping[int, Mapping[chain.Op, chain.C
         {s: c for s, c in cubins.items() if c is not None},
         big_bytes=size + 2 * chain.VOCAB * chain.WIDTH + (1 << 20),
     )
-    for memory in (bench.big, bench.small):
-        chain.fill(bench, memory, "bfloat16")
+    chain.fill(bench, bench.big, quant)
+    chain.fill(bench, bench.small, "bfloat16")
     return bench
 
 
