@@ -108,12 +108,14 @@ def integer_scales(grouped: Float32, bits: int, *, symmetric: bool) -> tuple[Flo
     """(..., g) values -> scales and zero points (...) of the unsigned ``bits``-bit codes that span them.
 
     Asymmetric: d = (max - min) / (2^bits - 1) over a range that holds 0, z = round(-min / d). Symmetric:
-    d = max|x| / (2^(bits-1) - 1/2), z = 2^(bits-1), so that both ends miss by half a step. Scales are
-    float16 values (float32 of 8-bit codes); a group of zeros has scale 0.
+    d = max|x| / (2^(bits-1) - 1/2), z = 2^(bits-1), so that both ends miss by half a step, the lower one
+    outwards and the upper one inwards: on average a group's largest value keeps its size. Scales are float16
+    values (float32 of 8-bit codes), those of symmetric groups rounded down: with one rounded up the lower end
+    would miss inwards too (4 % more perplexity of SmolLM2-135M in int4_g64). A group of zeros has scale 0.
     """
     if symmetric:
         d = np.abs(grouped).max(axis=-1) / np.float32(2 ** (bits - 1) - 0.5)
-        d = _stored(d, bits)
+        d = _stored(d, bits, down=True)
         return d, np.full(d.shape, 1 << (bits - 1), np.uint8)
     low, high = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
     d = _stored((high - low) / np.float32(2**bits - 1), bits)
@@ -137,11 +139,13 @@ def nearest(values: Float32, codebook: Float32) -> UInt8:
     return found
 
 
-def _stored(d: Float32, bits: int) -> Float32:
+def _stored(d: Float32, bits: int, *, down: bool = False) -> Float32:
     """The scale that a decoder will read: codes are chosen for that one."""
     if bits == 8:
         return d
     rounded = d.astype(np.float16)
+    if down:
+        rounded = np.where(rounded > d, np.nextafter(rounded, np.float16(0)), rounded)
     assert np.isfinite(rounded).all(), "a group's scale does not fit in float16"
     return rounded.astype(np.float32)
 
