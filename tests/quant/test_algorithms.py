@@ -136,11 +136,11 @@ def obq(w: np.ndarray, x: np.ndarray, quant: str, *, act_order: bool, damping: f
     order = np.argsort(-np.diag(h), kind="stable") if act_order else np.arange(len(h))
     h += damping * np.diag(h).mean() * np.eye(len(h))
     inverse, size = np.linalg.inv(h), group_of(quant) or len(h)
-    kept = fit_weight(w.astype(np.float32), quant)
+    kept = fit_weight(w.astype(np.float32), quant, outwards=False)
     out, left = np.zeros_like(w), np.ones(len(h), bool)
     for j in order:
         if not act_order and size < len(h) and j % size == 0:
-            now = fit_weight(w[:, j : j + size].astype(np.float32), quant, row=kept.row)
+            now = fit_weight(w[:, j : j + size].astype(np.float32), quant, outwards=False, row=kept.row)
             kept.d[:, j // size] = now.d[:, 0]
         entries = grid(kept, quant, j // size)
         out[:, j] = entries[np.arange(len(w)), np.abs(entries - w[:, j : j + 1]).argmin(axis=1)]

@@ -44,13 +44,15 @@ def fit_weight(
     *,
     symmetric: bool = True,
     per_tensor: bool = False,
+    outwards: bool = True,
     row: Float32 | None = None,
 ) -> Scales:
     """The scales of a weight; of fp8_g128, and with ``per_tensor`` of row types, shared between rows.
 
-    ``row``: nvfp4's header, where ``weight`` is a part of a tensor's columns.
+    ``outwards``: as ``integer_scales``'s. ``row``: nvfp4's header, where ``weight`` is a part of a tensor's
+    columns.
     """
-    scales = fit(into_groups(weight, quant), quant, symmetric=symmetric, row=row)
+    scales = fit(into_groups(weight, quant), quant, symmetric=symmetric, outwards=outwards, row=row)
     rows = len(weight)
     shared = rows if per_tensor else BLOCK_ROWS if quant == "fp8_g128" else 1
     if shared == 1:

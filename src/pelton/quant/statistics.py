@@ -43,8 +43,8 @@ class InputStatistics:
         """See ``x`` (tokens, K)."""
         # Strips, as a product of the Gram matrix's size would lie beside it.
         for start in range(0, x.shape[1], STRIP):
-            rows = slice(start, start + STRIP)
-            self.gram[rows] += x[:, rows].T @ x
+            strip = slice(start, start + STRIP)
+            self.gram[strip] += x[:, strip].T @ x
         size = np.abs(x)
         self.abs_sum += size.sum(axis=0)
         np.maximum(self.abs_max, size.max(axis=0), out=self.abs_max)
