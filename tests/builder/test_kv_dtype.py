@@ -73,13 +73,14 @@ def test_a_type_too_coarse_for_the_model_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_a_value_far_out_does_not_make_all_steps_coarse() -> None:
-    values = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(2, 1000, 100, generator=torch.Generator().manual_seed(0))
     plain = kv_codes.scale_of(values, torch.int8)
-    values[1, 0] = 40.0
+    values[1, 0, 0] = 40.0
     scale = kv_codes.scale_of(values, torch.int8)
     assert scale[0] == plain[0]
     assert scale[1] < 0.9 * 40.0 / 127
-    assert kv_codes.scale_of(torch.zeros(1, 8), torch.int8) == 1
+    assert kv_codes.scale_of(torch.zeros(1, 8, 2), torch.int8) == 1
+    assert kv_codes.scale_of(torch.zeros(1, 8, 2), torch.int8, relative=True) == 1
     assert kv_codes.scale_of(values, torch.float8_e4m3fn)[1] == 2 * 40.0 / 448
 
 
@@ -140,3 +141,17 @@ def test_the_same_memory_holds_twice_the_blocks(asked: str, wide: str, tmp_path:
     assert few > 10
     assert small <= 400_000
     assert large <= 400_000
+
+
+def test_small_values_count_as_much_as_large_ones() -> None:
+    """A tenth of the tokens have values of a hundredth: they get more than a code or two."""
+    values = torch.randn(1, 1000, 64, generator=torch.Generator().manual_seed(0))
+    values[:, ::10] /= 100
+    errors = []
+    for relative in (False, True):
+        scale = kv_codes.scale_of(values, torch.int8, relative=relative)
+        kept = kv_codes.decode(kv_codes.encode(values.transpose(0, 1), torch.int8, scale), scale).transpose(
+            0, 1
+        )
+        errors.append(((kept - values).square().sum(2) / values.square().sum(2)).mean())
+    assert errors[1] < errors[0] / 1.5

@@ -89,17 +89,17 @@ class SeenKV:
             k = k.float()
             if factors and factors[layer] is not None:
                 k = k / torch.from_numpy(factors[layer]).float()[:, None]
-            k_scale, v_scale = (scale_of(x.flatten(1), dtype).tolist() for x in (k, v))
-            found[layer] = k_scale, v_scale
+            found[layer] = scale_of(k, dtype).tolist(), scale_of(v, dtype, relative=True).tolist()
         return found
 
     def of_layers(self, kv_dtype: str) -> list[tuple[float, float]]:
         """One scale for the keys and one for the values of each layer, for caches of ``kv_dtype``."""
         dtype = getattr(torch, kv_dtype)
-        return [
-            (float(scale_of(k.reshape(1, -1), dtype)), float(scale_of(v.reshape(1, -1), dtype)))
-            for k, v in zip(self.k, self.v, strict=True)
-        ]
+        found = []
+        for k, v in zip(self.k, self.v, strict=True):
+            one_k, one_v = (x.reshape(1, -1, x.shape[-1]) for x in (k, v))
+            found.append((float(scale_of(one_k, dtype)), float(scale_of(one_v, dtype, relative=True))))
+        return found
 
 
 def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenKV:

@@ -29,25 +29,30 @@ def decode(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 #: Of the range of int8 codes, the shares of the largest value that are tried.
-_SHARES = [i / 20 for i in range(4, 21)]
+_SHARES = [i / 20 for i in range(1, 21)]
 
 
-def scale_of(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scales (Hkv,) for ``values`` (Hkv, n) that some text gave; 1 where all are 0.
+def scale_of(values: torch.Tensor, dtype: torch.dtype, *, relative: bool = False) -> torch.Tensor:
+    """Scales (Hkv,) for ``values`` (Hkv, tokens, D) that some text gave; 1 where all are 0.
 
     int8: the scale of least squared error, as a few values far out (those of the first token, often) would
-    make the steps of all others coarse. With fp8, whose relative precision is the same everywhere, twice the
-    largest value still fits.
+    make the steps of all others coarse. ``relative``: the error of each token over that token's squares,
+    which is what values need: the tokens that attention looks at most, such as the first, often have small
+    ones. With fp8, whose relative precision is the same everywhere, twice the largest value still fits.
     """
     values = values.float()
-    largest = values.abs().amax(dim=1)
+    largest = values.abs().amax(dim=(1, 2))
     scale = torch.where(largest > 0, largest / LARGEST[dtype], 1.0)
     if dtype != torch.int8:
         return torch.where(largest > 0, 2 * scale, 1.0)
+    weights = torch.ones_like(values[..., 0])
+    if relative:
+        squares = values.square().sum(dim=2)
+        weights = torch.where(squares > 0, 1 / squares, 0.0)
     best, least = scale, torch.full_like(scale, float("inf"))
     for share in _SHARES:
         tried = scale * share
-        codes = (values / tried[:, None]).round().clamp(-LARGEST[dtype], LARGEST[dtype])
-        error = (codes * tried[:, None] - values).square().sum(dim=1)
+        codes = (values / tried[:, None, None]).round().clamp(-LARGEST[dtype], LARGEST[dtype])
+        error = (codes * tried[:, None, None] - values).square().sum(dim=2).mul(weights).sum(dim=1)
         best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
     return torch.where(largest > 0, best, 1.0)
