@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const float range = fminf(REACH * given.t, top - low);
         result.scale = range > 0.0f ? fminf((BINS - 1) / range, 1e38f) : 0.0f;
         result.state = given.by_k || given.by_p ? 2 : 1;
-        result.first = result.kth = BINS;  // min_p alone: all are above
+        result.first = result.last = result.kth = BINS;  // min_p alone: all are above
     }
     if (threadIdx.x == 0) row = result;
 }
@@ -191,10 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         logits.load_piece(x, piece);
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
-            if (x[j] == -INFINITE) continue;
             sum += exp2_fast((x[j] - top) * sharpness);
             const int b = bin_of(top - x[j], scale);
-            if (b < BINS - 1) atomicAdd(&counts[b], 1u);  // the last has all the rest
+            if (b < BINS - 1) atomicAdd(&counts[b], 1u);  // the last has all the rest, -inf too
         }
         sum = sum_of_warp(sum);
         if (threadIdx.x % 32 == 0) pieces[piece].sum = sum;
@@ -316,10 +315,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         u32 listed = 0;
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
-            if (x[j] == -INFINITE) continue;
             const float distance = top - x[j];
             const int b = bin_of(distance, scale);
-            if ((b >= first && b <= last) || b == kth) {
+            if (distance < INFINITE && (u32(b - first) <= u32(last - first) || b == kth)) {
                 listed |= 1u << j;
             } else if (b < kth && distance < far) {
                 const float w = weight(-distance, t, given.inverse);
