@@ -37,12 +37,12 @@ def cluster(largest: int, kv_heads: int) -> Cluster:
     """For steps of at most ``largest`` sequences; measured on an H200, beside a step's products
     (``benchmarks/h200_step.py``).
 
-    With up to three tiles under way a block has room beside one of the product before (``linear/hopper.py``):
-    it begins while that runs, so that its first keys are there when the queries come.
+    With three tiles under way, not with four, a block has room beside one of the product before
+    (``linear/hopper.py``): it begins while that runs, so that its first keys are there when the queries come.
     """
     groups = largest * kv_heads
     blocks = next((n for most, n in _BLOCKS if groups <= most), 1)
-    return Cluster(blocks, 2 if groups <= 8 else 3)
+    return Cluster(blocks, 3)
 
 
 def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
