@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from pelton.kernels.launch import COUNTER_BYTES, CallSpec, CudaSource, LaunchSpec, MatmulSpec, OperandSpec
+from pelton.kernels.launch import (
+    COUNTER_BYTES,
+    CallSpec,
+    CudaSource,
+    KernelSource,
+    LaunchSpec,
+    MatmulSpec,
+    OperandSpec,
+)
 from pelton.kernels.linear.hopper_products import (
     ProductTiles,
     code_bytes,
     code_rows,
+    dense_tactics,
     product_tactics,
     product_tiles,
     products,
@@ -100,6 +110,29 @@ def test_many_tokens_are_cublaslt_s_with_scales_behind_the_codes(form: Form) -> 
     assert product.x_scales is not None
     assert product.x_scales.offset == COUNTER_BYTES + 1000 * 256
     assert (product.residual is not None) == (form.residual is not None)
+
+
+def test_dense_rows_are_copied_from_where_they_lie() -> None:
+    rows = OperandSpec(dtype="bfloat16", shape=("T", 200), strides=(600, 1))
+    dense = OperandSpec(dtype="bfloat16", shape=(64, 200), strides=(200, 1))
+    out = OperandSpec(dtype="bfloat16", shape=("T", 64), strides=(64, 1))
+    strided = CallSpec(inputs=(rows, dense, None), outputs=(out,))
+    (product,) = products(Form(), strided, ProductTiles(1, 2, 1, 32), 40)
+    assert isinstance(product, LaunchSpec)
+    weight, x = product.arguments[:2]
+    assert weight.map is not None
+    assert (weight.map.dtype, weight.map.strides, weight.map.box) == ("bfloat16", (400,), (64, 64))
+    assert x.map is not None
+    assert (x.of, x.map.strides, x.map.box) == ("input", (1200,), (64, 40))
+    (tactic, *_) = dense_tactics("linear", Form())
+    assert tactic.launches is not None
+    (same,) = tactic.launches(strided, 40)
+    assert isinstance(same, LaunchSpec)
+    assert isinstance(same.kernel, CudaSource)
+    crooked = replace(strided, inputs=(replace(rows, strides=(601, 1)), dense, None))
+    (triton,) = tactic.launches(crooked, 40)
+    assert isinstance(triton, LaunchSpec)
+    assert isinstance(triton.kernel, KernelSource), "rows that tensor copies cannot reach"
 
 
 def test_codes_are_taken_where_they_are_asked_for() -> None:

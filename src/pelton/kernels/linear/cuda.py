@@ -1,6 +1,6 @@
 """Products on NVIDIA GPUs (``products.py``, ``packed.py``)."""
 
-from pelton.kernels.linear.hopper_products import product_tactics
+from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
 from pelton.kernels.linear.packed_few import few_tactics
 from pelton.kernels.linear.packed_many import many_tactics
@@ -15,4 +15,5 @@ TACTICS = [
     *many_tactics("linear", FORM),
     *rows8_tactics("linear", FORM),
     *product_tactics("linear", FORM),
+    *dense_tactics("linear", FORM),
 ]

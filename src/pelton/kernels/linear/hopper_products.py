@@ -19,8 +19,8 @@ from pelton.kernels.launch import (
     workspace,
 )
 from pelton.kernels.linear.packed import X_CODES
-from pelton.kernels.linear.products import Form, Product, aligned
-from pelton.kernels.linear.rows8 import LAYOUT, supports_rows8
+from pelton.kernels.linear.products import Form, Product, aligned, gemm, normed_bytes, supports_dense
+from pelton.kernels.linear.rows8 import LAYOUT, supports_rows8, unpacked, unpacked_bytes
 from pelton.kernels.linear.tiles import PROCESSORS
 from pelton.kernels.tactic import NodeSpec, Tactic
 
@@ -77,7 +77,8 @@ def quantised(p: Product, exact: bool) -> tuple[LaunchSpec, int]:
     b = CudaBuilder(p.call, QUANTIZE, "quantize_rows").input(0)
     b = b.nothing() if p.form.norm is None else b.input(p.form.norm)
     b.workspace().workspace(scales).number(float(p.call.attrs.get("eps", 0.0)))
-    threads = min(1024, max(128, -(-p.k // 16 // 128) * 128)) if p.k <= 8192 else 512
+    vectors = p.k // 8
+    threads = 32 * -(-vectors // (32 * -(-vectors // 1024)))  # as few turns as can be
     launch = b.launch(
         (rows(p.x),),
         constants={
@@ -204,10 +205,12 @@ def scaled_cublaslt(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, 
 
 #: Rows of codes, one a token or two, of the largest steps that have tiles of their own.
 CODE_STEPS, EXACT_STEPS = (64, 128, 256, 512), (64, 128, 256, 512)
+#: The same of weights of 16 bits: beyond, cuBLASLt is as fast. Gated, it needs a pass more.
+DENSE_STEPS, GATED_STEPS = (64, 128), (64, 128, 256, 512)
 
 
 def product_tiles(n: int, k: int, x_rows: int, gated: bool, quant: str, *, exact: bool) -> ProductTiles:
-    """For ``n`` results of so many rows of codes.
+    """For ``n`` results of so many rows of x, of ``k`` bytes each.
 
     As many blocks as there are multiprocessors: where rows of the weight are too few for tall tiles, blocks
     share columns. Exact e4m3 is added up in float32 every 512 columns.
@@ -230,7 +233,7 @@ def product_tiles(n: int, k: int, x_rows: int, gated: bool, quant: str, *, exact
 # ---- Tactics ----
 
 
-def supports_products(form: Form, node: NodeSpec) -> bool:
+def supports_codes(form: Form, node: NodeSpec) -> bool:
     """Rows of the weight in eights, besides what the layout asks for."""
     weight = node.inputs[1]
     assert weight is not None
@@ -248,12 +251,14 @@ def product_tactics(op: str, form: Form) -> list[Tactic]:
             assert weight is not None
             wanted = not codes or X_CODES.get(weight.quant) == node.activations == codes
             bare = not form.gated and node.inputs[2] is None and int(weight.shape[0]) % 16 == 0
-            return wanted and supports_products(form, node) and (bare or not cublas)
+            return wanted and supports_codes(form, node) and (bare or not cublas)
 
         def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+            p = Product(form, call, max_tokens)
+            if not p.copies():
+                return unpacked(form, call, max_tokens)
             if cublas:
                 return scaled_cublaslt(form, call, max_tokens)
-            p = Product(form, call, max_tokens)
             x_rows = code_rows(max_tokens, not codes)
             tiles = product_tiles(p.n, p.k, x_rows, form.gated, p.weight.quant, exact=not codes)
             return products(form, call, tiles, max_tokens, exact=not codes)
@@ -261,7 +266,8 @@ def product_tactics(op: str, form: Form) -> list[Tactic]:
         def nbytes(node: NodeSpec, max_tokens: int) -> int:
             weight = node.inputs[1]
             assert weight is not None
-            return code_bytes(int(weight.shape[1]), max_tokens, not codes)[0]
+            used, _ = code_bytes(int(weight.shape[1]), max_tokens, not codes)
+            return max(used, unpacked_bytes(form, node, max_tokens))
 
         return Tactic(
             name=f"cuda.{op}.{name}",
@@ -286,4 +292,54 @@ def product_tactics(op: str, form: Form) -> list[Tactic]:
         ),
         # Gated, the activation would be a pass of its own.
         made("rows8_codes_cublaslt.fp8", "fp8", 0, 40, cublas=True),
+    ]
+
+
+def supports_dense_products(form: Form, node: NodeSpec) -> bool:
+    """x, weight and residual of one type of 16 bits; rows that tensor copies take."""
+    x, weight, bias = node.inputs[:3]
+    assert x is not None
+    assert weight is not None
+    residual = x if form.residual is None else node.inputs[form.residual]
+    return (
+        supports_dense(form, node)
+        and residual is not None
+        and x.dtype in ("bfloat16", "float16")
+        and x.dtype == residual.dtype == (weight.quant or weight.dtype)
+        and (bias is None or bias.dtype == "float32")
+        and int(weight.shape[1]) % 8 == 0
+        and int(weight.shape[0]) % (16 if form.gated else 8) == 0
+    )
+
+
+def dense_tactics(op: str, form: Form) -> list[Tactic]:
+    """The tactics of ``op`` for weights of 16 bits, where cuBLASLt leaves something to gain."""
+
+    def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+        p = Product(form, call, max_tokens)
+        if not p.copies():
+            return gemm(form, call, max_tokens)
+        tiles = product_tiles(p.n, 2 * p.k, max_tokens, form.gated, "", exact=False)
+        return products(form, call, tiles, max_tokens)
+
+    def nbytes(node: NodeSpec, max_tokens: int) -> int:
+        x, weight = node.inputs[:2]
+        assert x is not None
+        assert weight is not None
+        return normed_bytes(form, int(weight.shape[1]), x.dtype, max_tokens)
+
+    return [
+        Tactic(
+            name=f"cuda.{op}.hopper_tiles{m}",
+            op=op,
+            device="cuda",
+            supports=lambda node: supports_dense_products(form, node),
+            priority=28 - i,
+            precision="bfloat16",
+            sm=90,
+            largest_tokens=m,
+            workspace=nbytes,
+            launches=launches,
+        )
+        for i, m in enumerate(GATED_STEPS if form.gated else DENSE_STEPS)
     ]

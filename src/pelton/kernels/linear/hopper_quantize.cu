@@ -78,6 +78,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     quantize_rows(const u16* x, const float* norm, u8* codes, float* scales, float eps) {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     __shared__ float squares[WARPS], largest[WARPS];
+    float4 gains[NORM ? OWN : 1][2];  // a weight: no kernel's result
+#pragma unroll
+    for (int i = 0; i < (NORM ? OWN : 0); ++i) {
+        const int at = i * THREADS + threadIdx.x;
+        if (at >= VECTORS) break;
+        gains[i][0] = __ldg(reinterpret_cast<const float4*>(norm) + 2 * at);
+        gains[i][1] = __ldg(reinterpret_cast<const float4*>(norm) + 2 * at + 1);
+    }
     wait_for_previous();
     const long long row = blockIdx.x;
     const uint4* from = reinterpret_cast<const uint4*>(x + row * X_ROW);
@@ -100,8 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = 0; i < OWN; ++i) {
             const int at = i * THREADS + threadIdx.x;
             if (at >= VECTORS) break;
-            const float4 low = __ldg(reinterpret_cast<const float4*>(norm) + 2 * at);
-            const float4 high = __ldg(reinterpret_cast<const float4*>(norm) + 2 * at + 1);
+            const float4 low = gains[NORM ? i : 0][0], high = gains[NORM ? i : 0][1];
             const float g[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             // Rounded as the norm's own result would be.
 #pragma unroll

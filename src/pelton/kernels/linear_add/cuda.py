@@ -1,6 +1,6 @@
 """Products that are added to a residual, on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
-from pelton.kernels.linear.hopper_products import product_tactics
+from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
 from pelton.kernels.linear.packed_few import few_tactics
 from pelton.kernels.linear.packed_many import many_tactics
@@ -15,4 +15,5 @@ TACTICS = [
     *many_tactics("linear_add", FORM),
     *rows8_tactics("linear_add", FORM),
     *product_tactics("linear_add", FORM),
+    *dense_tactics("linear_add", FORM),
 ]

@@ -1,6 +1,6 @@
 """Products of normed rows on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
-from pelton.kernels.linear.hopper_products import product_tactics
+from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
 from pelton.kernels.linear.packed_few import few_tactics
 from pelton.kernels.linear.packed_many import many_tactics
@@ -15,4 +15,5 @@ TACTICS = [
     *many_tactics("norm_linear", FORM),
     *rows8_tactics("norm_linear", FORM),
     *product_tactics("norm_linear", FORM),
+    *dense_tactics("norm_linear", FORM),
 ]
