@@ -28,7 +28,7 @@ from pelton.dtypes import BLOCK_TYPES
 from pelton.engine.resources import cores
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work
 from pelton.kernels.layouts import LAYOUTS
-from pelton.kernels.linear.packed import X_CODES, packed, unpacked
+from pelton.kernels.linear.packed import packed, unpacked
 from pelton.kernels.linear.packed_few import FewTiles, clusters_and_stages, few
 from pelton.kernels.linear.packed_many import ManyTiles, many
 from pelton.kernels.linear.packed_tiles import PackedTiles, unit_columns
@@ -108,12 +108,6 @@ def variants(quants: list[str], tokens: list[int], shapes: list[str], kinds: set
         if "packed" in kinds:
             for tiles in tiles_of(quant, m, n, k, gated=form.gated):
                 tried.append((asdict(tiles), packed(form, call, tiles, m)))
-        if "codes" in kinds and m >= 64 and quant in X_CODES:
-            for many_tiles in (ManyTiles(64, 2), ManyTiles(64, 3), ManyTiles(128, 2)):
-                registers = (2 if form.gated else 1) * many_tiles.tokens
-                if registers <= 128 and (many_tiles.groups == 2 or registers == 64):
-                    works = many(form, call, many_tiles, m, codes=True)
-                    tried.append(({"codes": 1, **asdict(many_tiles)}, works))
         if "unpack" in kinds and m >= 64:
             tried.append(({"unpack": 1}, unpacked(form, call, m)))
         for tiles_used, works in tried:
@@ -164,7 +158,7 @@ def main() -> None:
     parser.add_argument("--types", default="int4_g128,fp8_row")
     parser.add_argument("--tokens", default="1,8,16,32,64,128,256")
     parser.add_argument("--shapes", default="qkv,o,gate_up,down")
-    parser.add_argument("--kinds", default="few,many,packed,codes,unpack")
+    parser.add_argument("--kinds", default="few,many,packed,unpack")
     parser.add_argument("--top", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)

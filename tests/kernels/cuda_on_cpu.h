@@ -33,6 +33,9 @@ using std::min;
 struct int4 {
     int x, y, z, w;
 };
+struct uint2 {
+    u32 x, y;
+};
 struct uint4 {
     u32 x, y, z, w;
 };
@@ -42,10 +45,8 @@ struct float2 {
 struct float4 {
     float x, y, z, w;
 };
-struct uint2 {
-    u32 x, y;
-};
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
@@ -347,6 +348,26 @@ inline float of_half(u32 bits) {
 #ifdef HALF_SCALES
 inline float scale_of(u32 stored) { return HALF_SCALES ? of_half(stored) : cpu::of_bits(stored); }
 #endif
+inline int __float2int_rn(float x) { return lrintf(x); }
+inline float of_e4m3(u32 code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const float x = exponent ? ldexpf(8 + fraction, exponent - 10) : ldexpf(fraction, -9);
+    return code & 128 ? -x : x;
+}
+// The nearest, of two the even one, at most 448.
+inline u32 code_e4m3(float x) {
+    u32 best = 0;
+    for (u32 code = 1; code < 127; ++code) {
+        const float off = fabsf(of_e4m3(code) - fabsf(x)), least = fabsf(of_e4m3(best) - fabsf(x));
+        if (off < least || (off == least && code % 2 == 0)) best = code;
+    }
+    return best | (std::signbit(x) ? 128 : 0);
+}
+inline u32 to_e4m3(float low, float high) { return code_e4m3(low) | code_e4m3(high) << 8; }
+inline void from_e4m3(u32 codes, float& low, float& high) {
+    low = of_e4m3(codes & 255);
+    high = of_e4m3(codes >> 8 & 255);
+}
 inline float exp_fast(float x) { return expf(x); }
 #define __expf exp_fast
 

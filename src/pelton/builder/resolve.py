@@ -36,7 +36,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("float32", "int8")
 KV_DTYPES = ("float32", "float16", "bfloat16", *KV_CODES)
-#: What products of 8-bit codes are for (``hopper_packed.cu``).
+#: What products of 8-bit codes are for (``hopper_products.cu``).
 _CODES_SM = 90
 #: What users call them.
 _KV_ALIASES = {"fp8": "float8_e4m3fn"}

@@ -9,11 +9,8 @@
 // would take the registers of another tile. A tile that several blocks share is summed by the last of them to
 // finish, in the order of its columns.
 //
-// With X_CODES (int8 1, e4m3 2) x has 8-bit codes, as triton_quantize.py makes them, and products are of codes. Tensor
-// cores add products of e4m3 with 14 bits: a unit's sum is taken over before the next.
-//
 // Constants: RESULTS results of INNER columns; TOKENS at most (32, 64, 128), a tile of them a blockIdx.y; GROUPS of
-// warps; STAGES; X_CODES; BIAS, RESIDUAL (whether there is one); X_ROW, R_ROW (elements from row to row); and decode.cuh's.
+// warps; STAGES; BIAS, RESIDUAL (whether there is one); X_ROW, R_ROW (elements from row to row); and decode.cuh's.
 #include "hopper.cuh"
 #include "decode.cuh"
 
@@ -23,7 +20,7 @@ constexpr int N_TILES = (RESULTS + ROWS - 1) / ROWS, K_TILES = INNER / UNIT, UNI
 constexpr int VALUES = TOKENS / 2;  // of a thread in a tile
 constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0;
 constexpr u32 UNIT_CODES = EIGHT ? 2048 : 1024, UNIT_AREA = SCALES * AREA;  // bytes of a panel in a unit
-constexpr u32 X_BYTES = (X_CODES ? 1 : 2) * TOKENS * ROW_BYTES, CODES = HALVES * TILE_PANELS * UNIT_CODES;
+constexpr u32 X_BYTES = 2 * TOKENS * ROW_BYTES, CODES = HALVES * TILE_PANELS * UNIT_CODES;
 constexpr u32 STAGE_BYTES = X_BYTES + CODES + HALVES * TILE_PANELS * UNIT_AREA;
 constexpr u32 STAGE_SPACE = (STAGE_BYTES + 1023) / 1024 * 1024;
 constexpr u32 BARRIERS_AT = STAGES * STAGE_SPACE, FLAGS_AT = BARRIERS_AT + 16 * STAGES;
@@ -52,42 +49,6 @@ DEVICE void product(float (&d)[64], const u32 (&a)[4], u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
                  : OUT32(d, 0), OUT32(d, 32)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-#define OUT8I(d, i)                                                                                           \
-    "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
-        "+r"(d[i + 7])
-#define OUT32I(d, i) OUT8I(d, i), OUT8I(d, i + 8), OUT8I(d, i + 16), OUT8I(d, i + 24)
-
-// d (64 x n) = a (64 x 32 codes, registers) @ b (n x 32) transposed; plus d where `add`.
-DEVICE void product_codes(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" NAMES32 "}, {%32,%33,%34,%35}, %36, p, 1, 1;\n}"
-                 : OUT32(d, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-DEVICE void product_codes(float (&d)[64], const u32 (&a)[4], u64 b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" NAMES64 "}, {%64,%65,%66,%67}, %68, p, 1, 1;\n}"
-                 : OUT32(d, 0), OUT32(d, 32)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-DEVICE void product_codes(int (&d)[32], const u32 (&a)[4], u64 b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" NAMES32 "}, {%32,%33,%34,%35}, %36, p;\n}"
-                 : OUT32I(d, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-DEVICE void product_codes(int (&d)[64], const u32 (&a)[4], u64 b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" NAMES64 "}, {%64,%65,%66,%67}, %68, p;\n}"
-                 : OUT32I(d, 0), OUT32I(d, 32)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-template <int N>
-DEVICE void pin(int (&values)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
 DEVICE uint4 load_shared(u32 at) {
@@ -134,7 +95,7 @@ DEVICE void copy(const Shared& shared, const u8* weight, const TensorMap* x, int
         if (lane != 0) return;
         const int column = unit % K_TILES * UNIT;
         copy_2d(shared.x(stage), x, shared.full(stage), column, blockIdx.y * TOKENS);
-        if (!X_CODES) copy_2d(shared.x(stage) + TOKENS * ROW_BYTES, x, shared.full(stage), column + 64, blockIdx.y * TOKENS);
+        copy_2d(shared.x(stage) + TOKENS * ROW_BYTES, x, shared.full(stage), column + 64, blockIdx.y * TOKENS);
     };
     const int ahead = min(STAGES, last - first);
     for (int i = 0; i < ahead; ++i) copy_codes(i, first + i);
@@ -151,7 +112,7 @@ DEVICE void copy(const Shared& shared, const u8* weight, const TensorMap* x, int
 
 // Of a tile's sums, row scales, bias, activation and residual, and the store. Of this thread: rows lane / 4 and
 // lane / 4 + 8 of its warp's 16; element 4 j + 2 h + e is row h, token 8 j + 2 (lane % 4) + e.
-DEVICE void finish(float (&d)[HALVES][VALUES], int tile, int tokens, const float* x_scales, const u8* weight,
+DEVICE void finish(float (&d)[HALVES][VALUES], int tile, int tokens, const u8* weight,
                    const float* bias, const u16* residual, u16* out) {
     const int lane = threadIdx.x % 32;
     const int panel = tile * TILE_PANELS + threadIdx.x / 32;
@@ -172,47 +133,18 @@ DEVICE void finish(float (&d)[HALVES][VALUES], int tile, int tokens, const float
             for (int e = 0; e < 2; ++e) {
                 const int m = blockIdx.y * TOKENS + 8 * j + 2 * (lane % 4) + e;
                 if (m >= tokens) continue;
-                const float x_scale = X_CODES ? __ldg(x_scales + m) : 1.0f;
-                float v = d[0][4 * j + 2 * h + e] * (scale[0] * x_scale) + add[0];
+                float v = d[0][4 * j + 2 * h + e] * scale[0] + add[0];
                 // Rounded as the product's own result would be.
                 if (GATED)
                     v = activate(rounded(v)) *
-                        rounded(d[HALVES - 1][4 * j + 2 * h + e] * (scale[HALVES - 1] * x_scale) + add[HALVES - 1]);
+                        rounded(d[HALVES - 1][4 * j + 2 * h + e] * scale[HALVES - 1] + add[HALVES - 1]);
                 if (RESIDUAL) v += low_half(residual[(long long)m * R_ROW + n]);
                 out[(long long)m * RESULTS + n] = u16(pack_bf16(v, 0.0f));
             }
     }
 }
 
-// A unit's products of codes, added to d.
-template <typename Sum>
-DEVICE void multiply_codes(const Shared& shared, u32 stage, Sum (&part)[HALVES][VALUES], bool add) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u64 x = matrix(shared.x(stage), 8 * ROW_BYTES, 16);
-    const u32 codes_at = shared.codes(stage) + warp * UNIT_CODES + lane * 16;
-    u32 a[4][HALVES][4];
-#pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter)
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-            const uint4 c = load_shared(codes_at + h * (TILE_PANELS * UNIT_CODES) + quarter * 512);
-            a[quarter][h][0] = __byte_perm(c.x, c.y, 0x5410);
-            a[quarter][h][1] = __byte_perm(c.x, c.y, 0x7632);
-            a[quarter][h][2] = __byte_perm(c.z, c.w, 0x5410);
-            a[quarter][h][3] = __byte_perm(c.z, c.w, 0x7632);
-        }
-    product_fence();
-#pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter)
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h) product_codes(part[h], a[quarter][h], x + quarter * 2, add || quarter > 0);
-    product_commit();
-    product_wait<0>();
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h) pin(part[h]);
-}
-
-DEVICE void compute(const Shared& shared, int first, int last, int tokens, const float* x_scales, const u8* weight,
+DEVICE void compute(const Shared& shared, int first, int last, int tokens, const u8* weight,
                     const float* bias, const u16* residual, u16* out, float* partial, u32* counters) {
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 flag = shared.base + FLAGS_AT + 4 * group;
@@ -222,22 +154,8 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) d[h][i] = 0.0f;
     Ring ring;
-#if X_CODES == 1
-    int sums[HALVES][VALUES];
-    int begin = first;  // of this run in the tile
-#endif
     for (int unit = first; unit < last; ++unit) {
         barrier_wait(shared.full(ring.stage), ring.parity);
-#if X_CODES == 1
-        multiply_codes(shared, ring.stage, sums, unit > begin);
-#elif X_CODES == 2
-        float part[HALVES][VALUES];
-        multiply_codes(shared, ring.stage, part, false);
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) d[h][i] += part[h][i];
-#else
         const u64 x = matrix(shared.x(ring.stage), 8 * ROW_BYTES, 16);
         const u32 codes_at = shared.codes(ring.stage) + warp * UNIT_CODES + lane * 16;
         const u32 areas_at = shared.areas(ring.stage) + warp * UNIT_AREA;
@@ -297,19 +215,11 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
         product_wait<0>();
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) pin(d[h]);
-#endif
         if (lane == 0) barrier_arrive(shared.empty(ring.stage));
         ring.next();
 
         const int tile = unit / K_TILES, tile_begin = tile * K_TILES, tile_end = tile_begin + K_TILES;
         if (unit + 1 < tile_end && unit + 1 < last) continue;
-#if X_CODES == 1
-        begin = unit + 1;
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) d[h][i] = float(sums[h][i]);
-#endif
         bool whole = first <= tile_begin && last >= tile_end;
         if (!whole) {
             // The blocks whose runs meet this tile; of two such tiles of a block, the second has slot 1.
@@ -347,7 +257,7 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
                 whole = true;
             }
         }
-        if (whole) finish(d, tile, tokens, x_scales, weight, bias, residual, out);
+        if (whole) finish(d, tile, tokens, weight, bias, residual, out);
 #pragma unroll
         for (int h = 0; h < HALVES; ++h)
 #pragma unroll
@@ -356,11 +266,11 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
 }
 
 // Where sums need more registers than an even share, the copying warp group gives some up.
-constexpr bool UNEVEN = (X_CODES ? 2 : 1) * HALVES * VALUES > 64;
+constexpr bool UNEVEN = HALVES * VALUES > 64;
 static_assert(!UNEVEN || GROUPS == 2, "registers for two");
 
 extern "C" __global__ void __launch_bounds__(GROUPS * 128 + (UNEVEN ? 128 : 32), 1)
-    packed(const u8* weight, const __grid_constant__ TensorMap x_map, const float* x_scales, const float* bias,
+    packed(const u8* weight, const __grid_constant__ TensorMap x_map, const float* bias,
            const u16* residual, u16* out, float* partial, u32* counters, int tokens) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
@@ -381,6 +291,6 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + (UNEVEN ? 128 : 32),
     } else {
         if (UNEVEN) registers_more<240>();
         wait_for_previous();
-        compute(shared, first, last, tokens, x_scales, weight, bias, residual, out, partial, counters);
+        compute(shared, first, last, tokens, weight, bias, residual, out, partial, counters);
     }
 }

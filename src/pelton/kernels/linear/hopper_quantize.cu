@@ -16,16 +16,17 @@ typedef unsigned short u16;
 constexpr int VECTORS = INNER / 8, OWN = (VECTORS + THREADS - 1) / THREADS, WARPS = THREADS / 32;
 static_assert(INNER % 8 == 0 && WARPS * 32 == THREADS && WARPS <= 32, "vectors of eight");
 
-DEVICE float low_half(u32 w) {
+DEVICE float to_float(u16 x) {
 #if HALF
     float y;
-    asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(y) : "r"(w));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y;
 #else
-    return __uint_as_float(w << 16);
+    return __uint_as_float(u32(x) << 16);
 #endif
 }
-DEVICE float high_half(u32 w) { return low_half(w >> 16); }
+DEVICE float low_half(u32 w) { return to_float(u16(w)); }
+DEVICE float high_half(u32 w) { return to_float(u16(w >> 16)); }
 
 // Of the block; `sums`: a place for every warp.
 template <bool MAXIMUM>
@@ -42,6 +43,8 @@ DEVICE float over_block(float v, float* sums) {
     for (int i = 1; i < WARPS; ++i) v = MAXIMUM ? fmaxf(v, sums[i]) : v + sums[i];
     return v;
 }
+
+DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Two floats as e4m3, `low` in the low byte, and back.
 DEVICE u32 to_e4m3(float low, float high) {
@@ -76,7 +79,7 @@ DEVICE u32 code_of(float a, float b, u32& less) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     quantize_rows(const u16* x, const float* norm, u8* codes, float* scales, float eps) {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    launch_next();
     __shared__ float squares[WARPS], largest[WARPS];
     float4 gains[NORM ? OWN : 1][2];  // a weight: no kernel's result
 #pragma unroll

@@ -15,10 +15,8 @@ from pelton.kernels.gpu_layouts import PANEL, panel_bytes
 from pelton.kernels.launch import (
     Builder,
     CallSpec,
-    LaunchSpec,
     Term,
     Work,
-    power_of_two,
     rows,
     workspace,
 )
@@ -34,7 +32,6 @@ from pelton.kernels.tactic import GPU_FLOATS, NodeSpec, Tactic
 
 MODULE = "pelton.kernels.linear.triton_packed"
 UNPACK = "pelton.kernels.linear.triton_unpack"
-QUANTIZE = "pelton.kernels.linear.triton_quantize"
 #: Types whose codes are multiplied with codes of the input: which those are.
 X_CODES = {"int8_row": "int8", "fp8_row": "fp8"}
 LAYOUT = "mma16"
@@ -72,24 +69,6 @@ def packed(
     b.constants(PROGRAMS=tiles.programs, STAGES=tiles.stages, PREFETCH=prefetch)
     grid = (Term(times=tiles.programs),), (rows(p.x, tiles.block_m),)
     return *p.norm(), b.launch(*grid, num_warps=tiles.warps, dependent=True)
-
-
-def quantised_rows(p: Product) -> tuple[LaunchSpec, int]:
-    """x as codes at the workspace's beginning, and where its scales lie; ``p.scratch`` is then behind."""
-    p.scratch, scales = quantised_bytes(p.k, p.max_tokens)
-    block, norm = power_of_two(p.k), p.form.norm
-    b = Builder(p.call, QUANTIZE, "quantize_rows").input("x", 0)
-    b = b.constants(norm=None) if norm is None else b.input("norm", norm)
-    b.workspace("codes", dtype="uint8").workspace("scales", scales)
-    b.number("eps", float(p.call.attrs.get("eps", 0.0)))
-    b.constants(K=p.k, X_ROW=p.x.strides[0], X_CODES=X_CODES[p.weight.quant], BLOCK=block)
-    return b.launch((rows(p.x),), num_warps=max(1, min(16, block // 512))), scales
-
-
-def quantised_bytes(k: int, max_tokens: int) -> tuple[int, int]:
-    """(Bytes of quantised rows in the workspace, where their scales begin)."""
-    codes = aligned(max_tokens * k)
-    return codes + aligned(max_tokens * 4), codes
 
 
 def whole(tiles: PackedTiles, n: int, k: int) -> bool:
