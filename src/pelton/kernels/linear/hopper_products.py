@@ -175,7 +175,8 @@ def products(
         threads=128 * tiles.wg_m * tiles.wg_n + (128 if uneven else 32),
         shared=stages * stage + besides,
         suffix="a",
-        dependent=True,
+        # Beside cuBLASLt's products, one that begins early is in their way.
+        dependent=codes or max_tokens <= DENSE_STEPS[-1],
     )
     return *before, launch
 
