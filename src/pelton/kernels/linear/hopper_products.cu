@@ -151,40 +151,44 @@ struct Ring {
 // those of one tile behind each other; of each, `units` units from `unit` on.
 struct Work {
     int share, split, x_items, items, first, step, unit, units;
+    int ahead;  // units that are copied before the kernel ahead in the stream has ended
     DEVICE explicit Work(int tokens) {
         const int rank = blockIdx.x % CLUSTER;
         share = rank % SHARE, split = rank / SHARE;
         x_items = (tokens + TOKENS * SHARE - 1) / (TOKENS * SHARE), items = TILES * x_items;
         first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
         unit = UNITS * split / SPLIT, units = UNITS * (split + 1) / SPLIT - unit;
+        ahead = first < items ? min(STAGES, units) : 0;
     }
     DEVICE int tile(int item) const { return item / x_items; }
     DEVICE int x_row(int item) const { return (item % x_items * SHARE + share) * X_ROWS; }
 };
 
-// By one thread.
+// A unit of a tile's rows of the weight.
+DEVICE void copy_w(const Shared& shared, const Work& work, const TensorMap* weight, u32 stage, int tile, int unit) {
+    barrier_expect(shared.full(stage), STAGE_BYTES);
+    copy_rows(shared.w(stage) + work.share * (W_BYTES / SHARE), weight, shared.full(stage), unit * UNIT,
+              tile * TILE + work.share * (TILE / SHARE), u16(((1 << SHARE) - 1) << work.split * SHARE));
+}
+
+// By one thread: a ring of weights, which are no kernel's result.
+DEVICE void copy_ahead(const Shared& shared, const Work& work, const TensorMap* weight) {
+    for (int i = 0; i < work.ahead; ++i) copy_w(shared, work, weight, i, work.tile(work.first), work.unit + i);
+}
+
+// By the same thread: the rest.
 DEVICE void copy(const Shared& shared, const Work& work, const TensorMap* weight, const TensorMap* x) {
-    auto copy_w = [&](u32 stage, int tile, int unit) {
-        barrier_expect(shared.full(stage), STAGE_BYTES);
-        copy_rows(shared.w(stage) + work.share * (W_BYTES / SHARE), weight, shared.full(stage), unit * UNIT,
-                  tile * TILE + work.share * (TILE / SHARE), u16(((1 << SHARE) - 1) << work.split * SHARE));
-    };
-    auto copy_x = [&](u32 stage, int row, int unit) {
-        copy_2d(shared.x(stage), x, shared.full(stage), unit * UNIT, row);
-    };
-    const int ahead = work.first < work.items ? min(STAGES, work.units) : 0;
-    for (int i = 0; i < ahead; ++i) copy_w(i, work.tile(work.first), work.unit + i);
     wait_for_previous();
     Ring ring;
     for (int item = work.first, i = 0; item < work.items; item += work.step, i = 0) {
         const int tile = work.tile(item), row = work.x_row(item);
         for (; i < work.units; ++i) {
-            if (item != work.first || i >= ahead) {
+            if (item != work.first || i >= work.ahead) {
                 // Of a ring that has not gone round a place is empty: it counts as a phase of parity 1.
                 barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
-                copy_w(ring.stage, tile, work.unit + i);
+                copy_w(shared, work, weight, ring.stage, tile, work.unit + i);
             }
-            copy_x(ring.stage, row, work.unit + i);
+            copy_2d(shared.x(ring.stage), x, shared.full(ring.stage), (work.unit + i) * UNIT, row);
             ring.next();
         }
     }
@@ -206,14 +210,9 @@ struct Finish {
     }
     DEVICE int column(int g, int o) const { return n + (GATED ? 8 * g : 16 * g + 8 * o) + threadIdx.x % 4 * 2; }
 
-    DEVICE void begin(int group, int tile, int x_row, const float* x_scale, const float* scales, const float* bias) {
+    DEVICE void begin(int group, int tile, int x_row, const float* scales, const float* bias) {
         row = x_row + (group / WG_N) * M_TILES * 64 + threadIdx.x / 32 % 4 * 16;
         n = tile * TILE + group % WG_N * (COLUMNS / HALVES);
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                x_scales[m][h] = CODE && token(m, h) < tokens ? __ldg(x_scale + token(m, h)) : 1.0f;
         if (CODE == 0 && !BIAS) return;
         named_sync(2 + group, 128);  // those of the item before are no longer needed
         for (int i = threadIdx.x % 128; i < COLUMNS; i += 128) {
@@ -224,6 +223,13 @@ struct Finish {
             asm volatile("st.shared.f32 [%0], %1;" ::"r"(vectors + 4 * i), "f"(scale) : "memory");
             if (BIAS) asm volatile("st.shared.f32 [%0], %1;" ::"r"(vectors + VECTOR + 4 * i), "f"(add) : "memory");
         }
+    }
+    DEVICE void begin_x(const float* scales) {
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                x_scales[m][h] = CODE && token(m, h) < tokens ? __ldcg(scales + token(m, h)) : 1.0f;
     }
     DEVICE void sums_are_there(int group) const {
         if (CODE || BIAS) named_sync(2 + group, 128);
@@ -300,7 +306,9 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
     };
     Ring ring;
     for (int item = work.first; item < work.items; item += work.step) {
-        finish.begin(group, work.tile(item), work.x_row(item), x_scales, scales, bias);
+        finish.begin(group, work.tile(item), work.x_row(item), scales, bias);
+        if (item == work.first) wait_for_previous();
+        finish.begin_x(x_scales);
         Sum part[M_TILES][VALUES];
         float sum[PROMOTE ? M_TILES : 1][PROMOTE ? VALUES : 1];
 #pragma unroll
@@ -420,7 +428,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
              const float* x_scales, const float* bias, const u16* residual, u16* out, int tokens) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
-    if (threadIdx.x == 0) {
+    const Work work(tokens);
+    if (threadIdx.x == THREADS) {
         prefetch_map(&weight);
         prefetch_map(&x);
         for (u32 i = 0; i < STAGES; ++i) {
@@ -428,19 +437,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
             barrier_init(shared.empty(i), 4 * GROUPS * SHARE);
         }
         barrier_init_fence();
+        if (SHARE == 1) copy_ahead(shared, work, &weight);
     }
     __syncthreads();
-    cluster_sync();
+    if (SHARE > 1) cluster_sync();  // the others' barriers are there
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    const Work work(tokens);
     if (threadIdx.x >= THREADS) {
         if (UNEVEN) registers_less<24>();
-        if (threadIdx.x == THREADS) copy(shared, work, &weight, &x);
+        if (threadIdx.x == THREADS) {
+            if (SHARE > 1) copy_ahead(shared, work, &weight);
+            copy(shared, work, &weight, &x);
+        }
         __syncwarp();
         if (SPLIT > 1) cluster_sync();
     } else {
         if (UNEVEN) registers_more<240>();
-        wait_for_previous();
+        if (work.first >= work.items) wait_for_previous();
         // Scales lie behind the codes.
         const long long codes = ((long long)HALVES * RESULTS * INNER + 255) / 256 * 256;
         Finish finish;
