@@ -33,9 +33,9 @@ NORM_GATED = Form(gated=True, norm=3)
 
 
 def tiles(
-    tokens: int, splits: int, parts: int, batch: int, cluster: int, shared: int = 200 << 10
+    tokens: int, splits: int, parts: int, batch: int, cluster: int, groups: int = 1, shared: int = 200 << 10
 ) -> FewTiles:
-    return FewTiles(tokens=tokens, splits=splits, parts=parts, batch=batch, cluster=cluster, shared=shared)
+    return FewTiles(tokens, splits, parts, batch, cluster, groups, shared)
 
 
 def aligned(values: Any) -> Any:
@@ -50,14 +50,15 @@ def aligned(values: Any) -> Any:
     ("quant", "n", "k", "form", "tokens", "how"),
     [
         ("int4_g128", 64, 512, Form(), 1, tiles(1, 2, 1, 2, 1)),
-        ("int4_g128", 96, 640, NORM_GATED, 1, tiles(1, 3, 1, 1, 1, 24 << 10)),
-        ("int4_g128", 160, 1024, NORM, 7, tiles(8, 2, 1, 3, 2, 40 << 10)),
-        ("int4_g128", 96, 768, NORM_GATED, 16, tiles(16, 2, 2, 1, 2, 44 << 10)),
+        ("int4_g128", 256, 896, NORM_GATED, 1, tiles(1, 4, 1, 1, 1, 2, 40 << 10)),
+        ("int4_g128", 160, 1024, NORM, 7, tiles(8, 2, 1, 3, 2, 1, 60 << 10)),
+        ("int4_g128", 192, 1280, NORM_GATED, 16, tiles(16, 2, 2, 1, 2, 2, 68 << 10)),
+        ("int4_g128", 384, 640, ADD, 3, tiles(4, 4, 1, 2, 1, 4, 32 << 10)),
         ("int4_g32", 64, 512, ADD, 5, tiles(8, 4, 1, 2, 1)),
         ("int3_g64", 64, 512, NORM, 4, tiles(4, 2, 2, 1, 2)),
-        ("int8_g64", 64, 512, ADD, 11, tiles(16, 2, 2, 1, 2)),
+        ("int8_g64", 64, 512, ADD, 11, tiles(16, 2, 2, 1, 2, 2)),
         ("int8_row", 64, 512, ADD, 2, tiles(2, 2, 2, 1, 2)),
-        ("fp8_row", 64, 512, NORM, 8, tiles(8, 2, 2, 1, 1)),
+        ("fp8_row", 64, 512, NORM, 8, tiles(8, 2, 2, 1, 1, 2)),
         ("fp8_g128", 64, 512, NORM_GATED, 8, tiles(8, 2, 1, 1, 4)),
         ("fp4_g64", 64, 512, GATED, 7, tiles(8, 2, 1, 1, 2)),
     ],

@@ -2,10 +2,12 @@
 // holds the matrix; compute capability 9.0.
 //
 // A cluster of CLUSTER blocks takes every WORKERS-th 16 rows of the weight (gated: of gate and up), each block its
-// share of the columns. One warp copies codes and scales into a ring of STAGES; it begins before the kernel ahead in
-// the stream has ended, since weights are no kernel's result. SPLITS * PARTS warps multiply: a place of the ring has
-// SPLITS units of 128 columns, one for each split, of PARTS * BATCH panels, BATCH for each part. The sums of splits
-// meet in shared memory, those of a cluster in the shared memory of one of its blocks, in one order always.
+// share of the columns. One warp copies codes and another scales into a ring of STAGES; they begin before the kernel
+// ahead in the stream has ended, since weights are no kernel's result. SPLITS * PARTS warps multiply: each has units of 128
+// columns, as one of SPLITS, of the BATCH panels of one of PARTS. GROUPS of splits take turns in the stages, so that
+// some load while others multiply. FINISHERS warps add up the sums of splits, which two batches of panels have
+// room for, so that no other warp waits for a batch's end; a cluster's sums meet in the shared memory of one of its
+// blocks. A row's sum has one order always.
 //
 // Codes are not converted: as the low bits of bfloat16 they are subnormal numbers, the code times 2^-133 (e4m3 and
 // e2m1, moved to bfloat16's exponent: times 2^-120 and 2^-126), which tensor cores multiply as any other. x, which a
@@ -13,20 +15,22 @@
 // they are, by 2^100. So |x| must be below 2^23. The zero point's part is the sum of x over the group.
 //
 // Constants: RESULTS results of INNER columns; TOKENS at most (rows of x; up to 16); SPLITS, PARTS, BATCH (16 rows,
-// gated: of each half); STAGES; CLUSTER; WORKERS (clusters); NORM (x passes an RMS norm first); BIAS, RESIDUAL
+// gated: of each half); GROUPS; FINISHERS; STAGES; CLUSTER; WORKERS (clusters); NORM (x passes an RMS norm first); BIAS, RESIDUAL
 // (whether there is one); X_ROW, R_ROW (elements from row to row); and decode.cuh's.
 #include "decode.cuh"
 #include "hopper.cuh"
 #include "shared.cuh"
 
-constexpr int UNIT = 128, UNITS = INNER / UNIT, OWN = UNITS / CLUSTER, STEPS = (OWN + SPLITS - 1) / SPLITS;
+constexpr int UNIT = 128, UNITS = INNER / UNIT, OWN = UNITS / CLUSTER;
+constexpr int PLACES = SPLITS / GROUPS, STEPS = (OWN + PLACES - 1) / PLACES;  // units of a stage, stages of a batch
 constexpr int WARPS = SPLITS * PARTS, THREADS = WARPS * 32, TILES = (TOKENS + 7) / 8;
 constexpr int HALVES = GATED ? 2 : 1, EACH = PARTS * BATCH, PANELS = RESULTS / 16, ROWS16 = BATCH * HALVES;
 constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0, SETS = GROUP > 0 ? SCALES : 1;  // of a unit
 constexpr bool SHIFTED = ZERO || CODE == 2;  // signed bytes are taken as 128 more
 // Bytes of a unit; of what lies in shared memory, and where.
 constexpr u32 CODES = EIGHT ? 2048 : 1024, AREAS = SCALES * AREA;
-constexpr u32 STAGE_BYTES = EACH * HALVES * SPLITS * (CODES + AREAS);
+constexpr int COPIERS = AREAS ? 2 : 1;  // warps of which one thread copies
+constexpr u32 STAGE_BYTES = EACH * HALVES * PLACES * (CODES + AREAS);
 constexpr u32 X_STRIDE = OWN * UNIT * 2 + 16, TILE_BYTES = 128 * 4, TOKEN_BYTES = TILES * 8 * 4;
 constexpr int SLOTS = ((PANELS + WORKERS - 1) / WORKERS + CLUSTER - 1) / CLUSTER;  // panels that a block joins
 constexpr u32 X_AT = STAGES * STAGE_BYTES;
@@ -34,9 +38,12 @@ constexpr u32 X_SUMS_AT = X_AT + TOKENS * X_STRIDE;
 constexpr u32 X_SQUARES_AT = X_SUMS_AT + (SHIFTED ? OWN * SETS * TOKEN_BYTES : 0);
 constexpr u32 SQUARES_AT = X_SQUARES_AT + (NORM ? OWN * TOKEN_BYTES : 0);
 constexpr u32 SUMS_AT = SQUARES_AT + CLUSTER * TOKEN_BYTES;
-constexpr u32 PARTS_AT = SUMS_AT + SPLITS * EACH * HALVES * TILES * TILE_BYTES;
+constexpr u32 SUMS_BYTES = SPLITS * EACH * HALVES * TILES * TILE_BYTES;  // of a batch
+constexpr u32 PARTS_AT = SUMS_AT + 2 * SUMS_BYTES;
 constexpr u32 BARRIERS_AT = PARTS_AT + (CLUSTER > 1 ? CLUSTER * SLOTS * HALVES * TILES * TILE_BYTES : 0);
 static_assert(INNER % UNIT == 0 && UNITS % CLUSTER == 0 && RESULTS % 16 == 0, "whole units and panels");
+static_assert(SPLITS % GROUPS == 0 && STAGES % GROUPS == 0, "groups of as many splits and stages each");
+static_assert(TOKENS <= 8 || TOKENS == 16, "whole tiles");
 
 DEVICE void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
@@ -77,15 +84,10 @@ DEVICE u32 times(u32 a, u32 b) {
 DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void prefetch(const float* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-// The place in a ring.
-struct Ring {
-    u32 stage = 0, parity = 0;
-    DEVICE void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
+// A place in the ring: that of the `index`-th stage which is filled.
+struct Place {
+    u32 stage, parity;
+    DEVICE explicit Place(int index) : stage(index % STAGES), parity(index / STAGES & 1) {}
 };
 
 struct Block {
@@ -93,29 +95,33 @@ struct Block {
     int rank, cluster, mine;  // panels of the cluster
     DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 16 * stage; }
     DEVICE u32 empty(u32 stage) const { return full(stage) + 8; }
+    // Of the sums of batch b: there, and taken.
+    DEVICE u32 summed(int b) const { return base + BARRIERS_AT + 16 * STAGES + 16 * (b % 2); }
+    DEVICE u32 taken(int b) const { return summed(b) + 8; }
     DEVICE int panel(int index) const { return cluster + index * WORKERS; }
     DEVICE int batches() const { return (mine + EACH - 1) / EACH; }
 };
 
-// By one thread.
-DEVICE void copy(const Block& block, const u8* weight) {
-    Ring ring;
+// By one thread: codes, or scale areas, of UNIT_BYTES a unit, those of panel 0 from `source` on, to `target` of a stage.
+template <u32 UNIT_BYTES>
+DEVICE void copy(const Block& block, const u8* source, u32 target) {
+    source += block.rank * (OWN * UNIT_BYTES);
     int filled = 0;
     for (int b = 0; b < block.batches(); ++b) {
         const int panels = min(EACH, block.mine - b * EACH);
-        for (int s = 0; s < STEPS; ++s, ++filled, ring.next()) {
-            if (filled >= STAGES) barrier_wait(block.empty(ring.stage), ring.parity ^ 1);
-            const int units = min(SPLITS, OWN - s * SPLITS), first = block.rank * OWN + s * SPLITS;
-            const u32 full = block.full(ring.stage);
-            barrier_expect(full, panels * HALVES * units * (CODES + AREAS));
-            u32 codes = block.base + ring.stage * STAGE_BYTES, areas = codes + EACH * HALVES * SPLITS * CODES;
-            for (int i = 0; i < panels * HALVES; ++i) {
-                const u8* from = weight + (block.panel(b * EACH + i / HALVES) + i % HALVES * PANELS) * PANEL_BYTES;
-                copy_bytes(codes, from + first * int(CODES), units * CODES, full);
-                if (AREAS) copy_bytes(areas, from + CODE_BYTES + first * int(AREAS), units * AREAS, full);
-                codes += SPLITS * CODES;
-                areas += SPLITS * AREAS;
-            }
+        const u8* from = source + block.panel(b * EACH) * PANEL_BYTES;
+        for (int s = 0; s < STEPS; ++s, ++filled, from += PLACES * UNIT_BYTES) {
+            const Place place(filled);
+            if (filled >= STAGES) barrier_wait(block.empty(place.stage), place.parity ^ 1);
+            const u32 bytes = (OWN % PLACES == 0 ? PLACES : min(PLACES, OWN - s * PLACES)) * UNIT_BYTES;
+            barrier_expect(block.full(place.stage), panels * HALVES * bytes);
+            // Unrolled, so that a copy takes few instructions: a thread issues one after another.
+#pragma unroll
+            for (int i = 0; i < EACH * HALVES; ++i)
+                if (i < panels * HALVES)
+                    copy_bytes(block.base + place.stage * STAGE_BYTES + target + i * PLACES * UNIT_BYTES,
+                               from + (i / HALVES * WORKERS + i % HALVES * PANELS) * PANEL_BYTES, bytes,
+                               block.full(place.stage));
         }
     }
 }
@@ -166,8 +172,8 @@ DEVICE void prepare(const Block& block, const u16* x, const float* norm, int tok
         }
     }
     named_sync(1, THREADS);
-    if (!NORM) return;
     if (CLUSTER > 1) cluster_wait();
+    if (!NORM) return;
     for (int token = threadIdx.x / 32; token < TOKENS; token += WARPS) {
         float sum = 0.0f;
         for (int u = threadIdx.x % 32; u < OWN; u += 32) sum += get(block.base + X_SQUARES_AT + u * TOKEN_BYTES + token * 4);
@@ -179,16 +185,16 @@ DEVICE void prepare(const Block& block, const u16* x, const float* norm, int tok
 }
 
 // One unit's part of BATCH panels, added to d.
-DEVICE void unit(const Block& block, u32 stage, int split, int part, int index, float (&d)[ROWS16][TILES][4]) {
+DEVICE void unit(const Block& block, u32 stage, int place, int part, int index, float (&d)[ROWS16][TILES][4]) {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    const u32 first = part * ROWS16 * SPLITS + split, codes_at = block.base + stage * STAGE_BYTES;
-    const u32 areas_at = codes_at + EACH * HALVES * SPLITS * CODES;
+    const u32 first = part * ROWS16 * PLACES + place, codes_at = block.base + stage * STAGE_BYTES;
+    const u32 areas_at = codes_at + EACH * HALVES * PLACES * CODES;
     uint4 codes[ROWS16][CODES / 512];
 #pragma unroll
     for (int i = 0; i < ROWS16; ++i)
 #pragma unroll
         for (int j = 0; j < int(CODES / 512); ++j)
-            codes[i][j] = get_4(codes_at + (first + i * SPLITS) * CODES + j * 512 + lane * 16);
+            codes[i][j] = get_4(codes_at + (first + i * PLACES) * CODES + j * 512 + lane * 16);
     constexpr int SPAN = GROUP > 0 ? GROUP / 32 : 4;  // quarters of a scale
     constexpr int CHAINS = TILES == 1 ? 2 : 1;  // of sums, so that products wait less for each other
     float sums[ROWS16][TILES][4], more[ROWS16][TILES][4];
@@ -214,7 +220,7 @@ DEVICE void unit(const Block& block, u32 stage, int split, int part, int index, 
                 if (ZERO)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const u32 at = areas_at + (first + i * SPLITS) * AREAS + set * AREA + 16 * SCALE_BYTES + g + 8 * h;
+                        const u32 at = areas_at + (first + i * PLACES) * AREAS + set * AREA + 16 * SCALE_BYTES + g + 8 * h;
                         less[h] = 8388608.0f - __uint_as_float(0x4b000000 | get_byte(at));
                     }
 #pragma unroll
@@ -249,7 +255,7 @@ DEVICE void unit(const Block& block, u32 stage, int split, int part, int index, 
             for (int h = 0; h < 2; ++h) {
                 float scale = 1.0f;
                 if (GROUP > 0) {
-                    const u32 at = areas_at + (first + i * SPLITS) * AREAS + set * AREA + (g + 8 * h) * SCALE_BYTES;
+                    const u32 at = areas_at + (first + i * PLACES) * AREAS + set * AREA + (g + 8 * h) * SCALE_BYTES;
                     scale = HALF_SCALES ? scale_of(get_half(at)) : get(at);
                 }
 #pragma unroll
@@ -261,7 +267,10 @@ DEVICE void unit(const Block& block, u32 stage, int split, int part, int index, 
     }
 }
 
-// Sums lie as the tensor core's results do: tiles of 16 rows by 8 tokens, of whose 128 elements a lane has four.
+// Sums lie as the tensor core's results do: tiles of 16 rows by 8 tokens, of whose 128 elements a lane has four. Of
+// one token 16 are results.
+constexpr int WANTED = TOKENS == 1 ? 16 : TILES * 128;
+DEVICE int element_of(int i) { return TOKENS == 1 ? i % 8 * 16 + i % 16 / 8 * 2 : i % (TILES * 128); }
 DEVICE int row_of(int element) { return element / 16 % 8 + element / 2 % 2 * 8; }
 DEVICE int token_of(int element) { return element / 128 % TILES * 8 + element / 4 % 4 * 2 + element % 2; }
 
@@ -302,87 +311,104 @@ struct Results {
     }
 };
 
-DEVICE void compute(const Block& block, const Results& results) {
+DEVICE void compute(const Block& block) {
     const int warp = threadIdx.x / 32, split = warp % SPLITS, part = warp / SPLITS, lane = threadIdx.x % 32;
-    constexpr int ELEMENTS = EACH * TILES * 128, TURNS = (ELEMENTS + THREADS - 1) / THREADS;
-    float d[ROWS16][TILES][4];
-    Ring ring;
+    const int group = split / PLACES, place = split % PLACES;
     for (int b = 0; b < block.batches(); ++b) {
-        float addend[TURNS];
-#pragma unroll
-        for (int j = 0; j < TURNS; ++j) {
-            const int i = j * THREADS + threadIdx.x, index = b * EACH + i / (TILES * 128);
-            addend[j] = CLUSTER == 1 && i < ELEMENTS && index < block.mine ? results.added(block.panel(index), i) : 0.0f;
-        }
+        float d[ROWS16][TILES][4];
 #pragma unroll
         for (int i = 0; i < ROWS16; ++i)
 #pragma unroll
             for (int t = 0; t < TILES; ++t) d[i][t][0] = d[i][t][1] = d[i][t][2] = d[i][t][3] = 0.0f;
-        for (int s = 0; s < STEPS; ++s) {
-            barrier_wait(block.full(ring.stage), ring.parity);
-            if (OWN % SPLITS == 0 || s * SPLITS + split < OWN) unit(block, ring.stage, split, part, s * SPLITS + split, d);
+        // A place of the ring is always the same group's, which sees all of its phases.
+        for (int s = (group + (GROUPS - 1) * b * STEPS) % GROUPS; s < STEPS; s += GROUPS) {
+            const Place at(b * STEPS + s);
+            barrier_wait(block.full(at.stage), at.parity);
+            const int index = s * PLACES + place;
+            if (OWN % PLACES == 0 || index < OWN) unit(block, at.stage, place, part, index, d);
             __syncwarp();
-            if (lane == 0) barrier_arrive(block.empty(ring.stage));
-            ring.next();
+            if (lane == 0) barrier_arrive(block.empty(at.stage));
         }
-        const u32 own = block.base + SUMS_AT + (split * EACH * HALVES + part * ROWS16) * (TILES * TILE_BYTES) + lane * 16;
+        if (b > 1) barrier_wait(block.taken(b), (b / 2 & 1) ^ 1);
+        const u32 own = block.base + SUMS_AT + b % 2 * SUMS_BYTES +
+                        (split * EACH * HALVES + part * ROWS16) * (TILES * TILE_BYTES) + lane * 16;
 #pragma unroll
         for (int i = 0; i < ROWS16; ++i)
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
                 put_4(own + (i * TILES + t) * TILE_BYTES, __float_as_uint(d[i][t][0]), __float_as_uint(d[i][t][1]),
                       __float_as_uint(d[i][t][2]), __float_as_uint(d[i][t][3]));
-        named_sync(1, THREADS);
-        if (CLUSTER > 1 && !NORM && b == 0) cluster_wait();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(block.summed(b));
+    }
+}
+
+// Where a block of the cluster has the sums of its columns, of an element of a panel that this one joins.
+DEVICE u32 part_at(const Block& block, int rank, int slot, int half, int element) {
+    return block.base + PARTS_AT + (((rank * SLOTS + slot) * HALVES + half) * TILES * 128 + element) * 4;
+}
+
+DEVICE void finish_batches(const Block& block, const Results& results) {
+    constexpr int TURNS = (EACH * WANTED + 32 * FINISHERS - 1) / (32 * FINISHERS);
+    const int thread = threadIdx.x - (THREADS + 32 * COPIERS);
+    if (CLUSTER > 1) cluster_wait();
+    for (int b = 0; b < block.batches(); ++b) {
+        float addend[TURNS];
 #pragma unroll
         for (int j = 0; j < TURNS; ++j) {
-            const int i = j * THREADS + threadIdx.x, local = i / (TILES * 128), index = b * EACH + local;
-            if (i >= ELEMENTS || index >= block.mine || token_of(i) >= results.tokens) continue;
+            const int i = j * 32 * FINISHERS + thread, index = b * EACH + i / WANTED;
+            addend[j] = CLUSTER == 1 && i < EACH * WANTED && index < block.mine
+                            ? results.added(block.panel(index), element_of(i))
+                            : 0.0f;
+        }
+        barrier_wait(block.summed(b), b / 2 & 1);
+#pragma unroll
+        for (int j = 0; j < TURNS; ++j) {
+            const int i = j * 32 * FINISHERS + thread, local = i / WANTED, index = b * EACH + local, element = element_of(i);
+            if (i >= EACH * WANTED || index >= block.mine || token_of(element) >= results.tokens) continue;
             float y[HALVES];
 #pragma unroll
             for (int h = 0; h < HALVES; ++h) {
-                const u32 at = block.base + SUMS_AT + ((local * HALVES + h) * TILES * 128 + i % (TILES * 128)) * 4;
+                const u32 at = block.base + SUMS_AT + b % 2 * SUMS_BYTES +
+                               ((local * HALVES + h) * TILES * 128 + element) * 4;
                 y[h] = 0.0f;
 #pragma unroll
                 for (int w = 0; w < SPLITS; ++w) y[h] += get(at + w * EACH * HALVES * TILES * TILE_BYTES);
-                if (CLUSTER > 1)
-                    put_to(block.base + PARTS_AT + (((block.rank * SLOTS + index / CLUSTER) * HALVES + h) * TILES * 128 +
-                                                    i % (TILES * 128)) * 4,
-                           index % CLUSTER, y[h]);
+                if (CLUSTER > 1) put_to(part_at(block, block.rank, index / CLUSTER, h, element), index % CLUSTER, y[h]);
             }
-            if (CLUSTER == 1) results.finish(block, block.panel(index), i, y, addend[j]);
+            if (CLUSTER == 1) results.finish(block, block.panel(index), element, y, addend[j]);
         }
-        if (b + 1 < block.batches()) named_sync(1, THREADS);
+        __syncwarp();
+        if (thread % 32 == 0) barrier_arrive(block.taken(b));
     }
 }
 
 // Of the panels whose parts lie in this block's shared memory.
 DEVICE void join(const Block& block, const Results& results) {
-    constexpr int ELEMENTS = SLOTS * TILES * 128, TURNS = (ELEMENTS + THREADS - 1) / THREADS;
+    constexpr int ELEMENTS = SLOTS * WANTED, TURNS = (ELEMENTS + THREADS - 1) / THREADS;
     float addend[TURNS];
 #pragma unroll
     for (int j = 0; j < TURNS; ++j) {
-        const int i = j * THREADS + threadIdx.x, index = i / (TILES * 128) * CLUSTER + block.rank;
-        addend[j] = i < ELEMENTS && index < block.mine ? results.added(block.panel(index), i) : 0.0f;
+        const int i = j * THREADS + threadIdx.x, index = i / WANTED * CLUSTER + block.rank;
+        addend[j] = i < ELEMENTS && index < block.mine ? results.added(block.panel(index), element_of(i)) : 0.0f;
     }
     cluster_wait();
 #pragma unroll
     for (int j = 0; j < TURNS; ++j) {
-        const int i = j * THREADS + threadIdx.x, slot = i / (TILES * 128), index = slot * CLUSTER + block.rank;
+        const int i = j * THREADS + threadIdx.x, slot = i / WANTED, index = slot * CLUSTER + block.rank;
         if (i >= ELEMENTS || index >= block.mine) continue;
         float y[HALVES];
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
             y[h] = 0.0f;
 #pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank)
-                y[h] += get(block.base + PARTS_AT + (((rank * SLOTS + slot) * HALVES + h) * TILES * 128 + i % (TILES * 128)) * 4);
+            for (int rank = 0; rank < CLUSTER; ++rank) y[h] += get(part_at(block, rank, slot, h, element_of(i)));
         }
-        results.finish(block, block.panel(index), i, y, addend[j]);
+        results.finish(block, block.panel(index), element_of(i), y, addend[j]);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * (COPIERS + FINISHERS), 1)
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
 #endif
@@ -394,37 +420,43 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     const Block block{shared_address(memory), int(blockIdx.x % CLUSTER), cluster, (PANELS - cluster + WORKERS - 1) / WORKERS};
     if (threadIdx.x == THREADS) {
         for (u32 i = 0; i < STAGES; ++i) {
-            barrier_init(block.full(i), 1);
-            barrier_init(block.empty(i), WARPS);
+            barrier_init(block.full(i), COPIERS);
+            barrier_init(block.empty(i), PLACES * PARTS);
+        }
+        for (int b = 0; b < 2; ++b) {
+            barrier_init(block.summed(b), WARPS);
+            barrier_init(block.taken(b), FINISHERS);
         }
         barrier_init_fence();
     }
     __syncthreads();
     if (CLUSTER > 1) cluster_arrive();
-    if (threadIdx.x >= THREADS) {
-        if (threadIdx.x == THREADS) {
-            launch_next();
-            copy(block, weight);
-        }
-        __syncwarp();
-        if (CLUSTER > 1) {
-            cluster_wait();
-            cluster_arrive();
-            cluster_wait();
-        }
-        wait_for_previous();
-    } else {
+    const Results results{weight, bias, residual, out, tokens, eps};
+    if (threadIdx.x < THREADS) {
         if (NORM)
             for (int i = threadIdx.x * 32; i < OWN * UNIT; i += THREADS * 32)
                 prefetch(norm + block.rank * OWN * UNIT + i);
         wait_for_previous();
-        const Results results{weight, bias, residual, out, tokens, eps};
         prepare(block, x, norm, tokens);
-        compute(block, results);
-        if (CLUSTER > 1) {
-            __syncwarp();
-            cluster_arrive();
-            join(block, results);
+        compute(block);
+    } else if (threadIdx.x < THREADS + 32 * COPIERS) {
+        if (threadIdx.x == THREADS) {
+            launch_next();
+            copy<CODES>(block, weight, 0);
+        } else if (AREAS && threadIdx.x == THREADS + 32) {
+            copy<AREAS>(block, weight + CODE_BYTES, EACH * HALVES * PLACES * CODES);
         }
+        __syncwarp();
+        if (CLUSTER > 1) cluster_wait();
+        wait_for_previous();
+    } else {
+        wait_for_previous();
+        finish_batches(block, results);
+    }
+    if (CLUSTER > 1) {
+        __syncwarp();
+        cluster_arrive();
+        if (threadIdx.x < THREADS) join(block, results);
+        else cluster_wait();
     }
 }

@@ -29,8 +29,10 @@ _SHARED = 224 << 10
 _MOST_STAGES = 16
 #: Clusters of so many blocks that fit into a GPU of 132 multiprocessors, however its parts are cut.
 _CLUSTERS = {1: PROCESSORS, 2: PROCESSORS // 2, 4: 29, 8: 12}
-#: Bytes of x that a block holds.
-_MOST_X = 120 << 10
+#: Bytes of x that blocks of up to four in a cluster may have; that any may.
+_MUCH_X, _MOST_X = 66 << 10, 120 << 10
+#: That multiply, at most.
+_WARPS = 16
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class FewTiles:
     parts: int
     batch: int
     cluster: int
+    groups: int = 1
     shared: int = _SHARED
     """Bytes of shared memory of a block: what the rest leaves is the ring's."""
 
@@ -53,28 +56,32 @@ def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles |
     held = tokens if tokens <= 8 else 16
     sizes = [c for c in _CLUSTERS if units % c == 0]
 
-    def cluster_of(enough: Callable[[int], bool]) -> int:
+    def cluster_of(enough: Callable[[int], bool], most: int = 8) -> int:
         """The smallest that is enough, or the largest that divides the columns."""
-        return next((c for c in sizes if enough(c)), sizes[-1])
+        fitting = [c for c in sizes if c <= most]
+        return next((c for c in fitting if enough(c)), fitting[-1])
 
     # Every block reads its share of x, which takes as long as as many bytes of the weight.
     cluster = max(
         cluster_of(lambda c: c >= (2 if tokens > 4 else 1)),
+        cluster_of(lambda c: 2 * held * k // c <= _MUCH_X, 4),
         cluster_of(lambda c: 2 * held * k // c <= _MOST_X),
         cluster_of(lambda c: panels * 2 * c > PROCESSORS),
     )
     own, each = units // cluster, -(-panels // _CLUSTERS[cluster])
     batch = 1 if form.gated else 3 if each % 3 == 0 and held <= 8 else min(each, 2)
-    parts = 2 if cluster > 1 and each >= 2 * batch else 1
-    # As few turns of a panel as 16 warps allow, whose number is then as small as it can be; more where rings
-    # would be short.
+    parts = 2 if own <= _WARPS and each >= 2 * batch else 1
+    # As few turns of a panel as the warps allow, which are then as few as they can be; more where rings would be
+    # short.
     found = None
-    for turns in range(-(-own // (16 // parts)), own + 1):
-        tiles = FewTiles(held, -(-own // turns), parts, batch, cluster)
+    for turns in range(-(-own // (_WARPS // parts)), own + 1):
+        splits = -(-own // turns)
+        groups = 2 if splits > 1 else 1
+        tiles = FewTiles(held, -(-splits // groups) * groups, parts, batch, cluster, groups)
         stages = clusters_and_stages(form, n, k, quant, tiles)[1]
         if stages > 0 and found is None:
             found = tiles
-        if stages >= min(3, turns * -(-each // (parts * batch))):
+        if stages >= min(4, turns * groups * -(-each // (parts * batch)) // groups * groups):
             return tiles
     return found
 
@@ -89,17 +96,18 @@ def clusters_and_stages(form: Form, n: int, k: int, quant: str, tiles: FewTiles)
     area = PANEL * ((2 if kind["SCALE"] == "float16" else 4) + int(kind["ZERO"])) if group else 0
     codes = 2048 if kind["CODE"] in _EIGHT else 1024
     rows16 = tiles.parts * tiles.batch * halves
-    stage = rows16 * tiles.splits * (codes + sets * area)
+    places = tiles.splits // tiles.groups
+    stage = rows16 * places * (codes + sets * area)
     token_tiles = -(-tiles.tokens // 8)
     # x, its sums by group and of squares; sums of splits, of the cluster.
     besides = tiles.tokens * (own * UNIT * 2 + 16)
     besides += 32 * token_tiles * (own * (sets + int(form.norm is not None)) + tiles.cluster)
-    besides += 512 * token_tiles * tiles.splits * rows16
+    besides += 2 * 512 * token_tiles * tiles.splits * rows16
     if tiles.cluster > 1:
         besides += 512 * token_tiles * tiles.cluster * -(-each // tiles.cluster) * halves
-    turns = -(-each // (tiles.parts * tiles.batch)) * -(-own // tiles.splits)
-    stages = min(_MOST_STAGES, turns, (tiles.shared - besides - 16 * _MOST_STAGES) // stage)
-    return -(-panels // each), stages
+    turns = -(-each // (tiles.parts * tiles.batch)) * -(-own // places)
+    stages = min(_MOST_STAGES, turns, (tiles.shared - besides - 16 * (_MOST_STAGES + 2)) // stage)
+    return -(-panels // each), stages // tiles.groups * tiles.groups
 
 
 def code_constants(quant: str, activation: str) -> dict[str, int]:
@@ -124,7 +132,9 @@ def few(form: Form, call: CallSpec, tiles: FewTiles) -> LaunchSpec:
     b.output().dim(p.x.shape[0]).number(float(call.attrs.get("eps", 0.0)))
     assert p.x.strides[0] % 8 == 0 or p.x.shape[0] == 1, "rows begin at multiples of 16 bytes"
     clusters, stages = clusters_and_stages(form, p.n, p.k, p.weight.quant, tiles)
-    assert stages, f"{tiles} does not fit"
+    assert stages > 0, f"{tiles} does not fit"
+    finishers = 1 if tiles.tokens == 1 else 2
+    copiers = 2 if type_constants(p.weight.quant)["GROUP"] else 1
     return b.launch(
         (Term(times=clusters * tiles.cluster),),
         constants={
@@ -134,6 +144,8 @@ def few(form: Form, call: CallSpec, tiles: FewTiles) -> LaunchSpec:
             "SPLITS": tiles.splits,
             "PARTS": tiles.parts,
             "BATCH": tiles.batch,
+            "GROUPS": tiles.groups,
+            "FINISHERS": finishers,
             "STAGES": stages,
             "CLUSTER": tiles.cluster,
             "WORKERS": clusters,
@@ -144,7 +156,7 @@ def few(form: Form, call: CallSpec, tiles: FewTiles) -> LaunchSpec:
             "R_ROW": 0 if form.residual is None else call.input(form.residual).strides[0],
             **code_constants(p.weight.quant, p.kind),
         },
-        threads=32 * (tiles.splits * tiles.parts + 1),
+        threads=32 * (tiles.splits * tiles.parts + copiers + finishers),
         shared=tiles.shared,
         suffix="a",
         dependent=True,
