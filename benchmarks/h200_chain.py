@@ -103,16 +103,25 @@ class Chain:
         streams = [self._bench.small.address + i * (96 << 20) for i in range(4)]
         x, y, wide, logits = streams
         gain = self._bench.small.address + (390 << 20)
-        for _ in range(LAYERS):
+        for layer in range(LAYERS):
             for op, source, residual, target in (
                 (STEP[0], x, gain, wide),
                 (STEP[1], wide, x, y),
                 (STEP[2], y, gain, wide),
                 (STEP[3], wide, y, x),
             ):
+                self._tell(layer, op, at)
                 launches += self._bound(op, [source, at, 0, residual], target)
                 at += self._products[op].weight_bytes
         return launches + self._bound(HEAD, [x, at, 0, gain], logits)
+
+    def _tell(self, layer: int, op: Op, address: int) -> None:
+        """Launches of ``op``, whose weight is at ``address``, of the weight that follows."""
+        ends = layer == LAYERS - 1 and op == STEP[-1]
+        following = HEAD if ends else STEP[(STEP.index(op) + 1) % len(STEP)]
+        count = rows_of(following) // 16
+        nbytes = self._products[following].weight_bytes // count // 16 * 16
+        self._bench.ahead = (address + self._products[op].weight_bytes, nbytes, count)
 
     def _bound(self, op: Op, inputs: list[int], output: int) -> list[Any]:
         found = []

@@ -188,6 +188,8 @@ class Bench:
                 self.stream.copy_in(memory.address + offset, values.ctypes.data, nbytes)
         self.stream.wait()
         self.cublas = CublasLt()
+        self.ahead = (0, 0, 0)
+        """What launches are told of the next weight (``kernels.launch.Argument``)."""
         self.overlap = False
         """Whether kernels that can begin while the one before them runs."""
         self.functions: dict[Source, Function] = {}
@@ -278,6 +280,10 @@ class Bench:
                     values.append(C.c_int32(dims[argument.dim]))
                 case "float":
                     values.append(C.c_float(argument.value))
+                case "ahead":
+                    values.append(
+                        (C.c_uint64, C.c_int32, C.c_int32)[argument.index](self.ahead[argument.index])
+                    )
                 case "tensor_map":
                     assert argument.map is not None
                     place = self.workspace.address + argument.offset

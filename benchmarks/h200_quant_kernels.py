@@ -79,11 +79,11 @@ def tiles_of(quant: str, m: int, n: int, k: int, *, gated: bool) -> Iterator[Pac
         yield PackedTiles(bm, p, base, units, programs, stages, warps)
 
 
-#: Splits, parts, panels of a part, blocks of a cluster: worth trying up to so many tokens.
+#: Splits, parts, panels of a part, blocks of a cluster, groups: worth trying up to so many tokens.
 TRIED_FEW = {
-    1: ((16, 1, 3, 1), (16, 1, 2, 1), (16, 1, 1, 1), (8, 2, 1, 1)),
-    8: ((8, 2, 2, 4), (8, 2, 1, 4), (7, 2, 2, 4), (16, 1, 2, 2), (16, 1, 1, 2)),
-    16: ((8, 1, 2, 4), (8, 1, 1, 4), (4, 2, 2, 4), (4, 2, 1, 4)),
+    1: ((16, 1, 3, 1, 2), (16, 1, 2, 1, 2), (16, 1, 1, 1, 2), (16, 1, 2, 1, 1)),
+    8: ((8, 2, 3, 2, 2), (8, 2, 2, 2, 2), (8, 2, 1, 2, 2), (14, 1, 2, 2, 2), (14, 1, 2, 4, 2)),
+    16: ((8, 2, 2, 2, 2), (8, 1, 1, 2, 2), (10, 1, 2, 4, 2), (14, 1, 1, 4, 2)),
 }
 
 
@@ -96,8 +96,8 @@ def variants(quants: list[str], tokens: list[int], shapes: list[str], kinds: set
         tried: list[tuple[dict[str, Any], tuple[Work, ...]]] = []
         if "few" in kinds and m <= 16:
             held = next(t for t in TRIED_FEW if m <= t)
-            for splits, parts, batch, cluster in TRIED_FEW[held]:
-                few_tiles = FewTiles(tokens=held, splits=splits, parts=parts, batch=batch, cluster=cluster)
+            for shape in TRIED_FEW[held]:
+                few_tiles = FewTiles(held, *shape)
                 if clusters_and_stages(form, n // 2 if form.gated else n, k, quant, few_tiles)[1]:
                     tried.append((asdict(few_tiles), (few(form, call, few_tiles),)))
         if "many" in kinds and m >= 16:

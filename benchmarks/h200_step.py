@@ -98,6 +98,7 @@ class Step(chain.Chain):
                 (chain.STEP[2], y, gain, wide),
                 (chain.STEP[3], wide, y, x),
             ):
+                self._tell(layer, op, at)
                 launches += self._bound(op, [source, at, 0, residual], target)
                 at += self._products[op].weight_bytes
                 if op == chain.STEP[0]:

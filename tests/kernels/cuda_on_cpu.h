@@ -372,6 +372,7 @@ inline float exp_fast(float x) { return expf(x); }
 #define __expf exp_fast
 
 inline void prefetch(const void*) {}
+inline void prefetch_bytes(const unsigned char*, int) {}
 
 inline void copy_chunk(u32 target, const void* source) {
     cpu::now->open.push_back({shared_memory() + target, source});

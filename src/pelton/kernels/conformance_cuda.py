@@ -369,8 +369,8 @@ def run(
                 return int(argument.value)
             case "float":
                 return argument.value
-            case "tensor_map":
-                raise AssertionError("Triton's kernels take no tensor maps")
+            case "tensor_map" | "ahead":
+                raise AssertionError(f"Triton's kernels take no {argument.kind}")
 
     named: Mapping[str, Any] = {
         name: value(argument, kind)

@@ -53,11 +53,13 @@ class Argument(msgspec.Struct, frozen=True, omit_defaults=True):
     - ``input``, ``output``: address of the call's operand ``index``, ``offset`` bytes on;
     - ``workspace``: address ``offset`` bytes into the shared scratch;
     - ``dim``: a step's size, int32; ``int`` (int32), ``float`` (float32): ``value``;
+    - ``ahead``: the weight that an instruction behind this one reads next, to be fetched into L2: its address
+      (``index`` 0), bytes of 16 rows of it, how many of these there are (1 and 2, int32); zeros without one;
     - ``tensor_map``: 128 bytes that describe operand ``index`` of the side ``of``, or the scratch from byte
       ``offset`` on, as ``map``.
     """
 
-    kind: Literal["input", "output", "workspace", "dim", "int", "float", "tensor_map"]
+    kind: Literal["input", "output", "workspace", "dim", "int", "float", "ahead", "tensor_map"]
     index: int = 0
     offset: int = 0
     dim: str = ""
@@ -323,6 +325,12 @@ class CudaBuilder:
 
     def number(self, value: float) -> CudaBuilder:
         return self._add(Argument("float", value=value))
+
+    def ahead(self) -> CudaBuilder:
+        """Three parameters: what is known of the next weight."""
+        for index in range(3):
+            self._add(Argument("ahead", index=index))
+        return self
 
     def launch(
         self,

@@ -140,6 +140,9 @@ class _Check:
                 whole = argument.kind == "float" or abs(argument.value) < _INT32
                 if not math.isfinite(argument.value) or not whole:
                     raise self._refuse(f"the number {argument.value}")
+            case "ahead":
+                if not 0 <= argument.index < 3:
+                    raise self._refuse(f"part {argument.index} of the next weight")
             case "tensor_map":
                 if argument.map is None:
                     raise self._refuse("a tensor map without a map")

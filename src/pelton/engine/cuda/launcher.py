@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from pelton.engine.cuda.ahead import next_weights
 from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
 from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice, row_dim
 from pelton.errors import EngineError
@@ -150,6 +151,8 @@ class Launcher:
         self._cublas = CublasLt() if any(isinstance(w, Matmul) for w in works) else None
         self._bound: list[list[tuple[int, list[_Work], list[_Work]]]] = []
         """Of each instruction: (largest rows, work of any step, work of decode steps)."""
+        weights = next_weights(plan, address_of)
+        self._ahead = {i.name: w for i, w in zip(plan.instructions, weights, strict=True)}
         for instruction, by_tactic in zip(plan.instructions, code.launches, strict=True):
             self._bound.append(
                 [self._choice(instruction, c, by_tactic[c.tactic]) for c in instruction.tactics]
@@ -197,6 +200,8 @@ class Launcher:
                     value = C.c_int32(int(argument.value))
                 case "float":
                     value = C.c_float(argument.value)
+                case "ahead":
+                    value = self._ahead[instruction.name].parameters()[argument.index]
                 case "tensor_map":
                     assert argument.map is not None
                     operand = msgspec.structs.replace(argument, kind=argument.of)

@@ -27,6 +27,8 @@ constexpr int WARPS = SPLITS * PARTS, THREADS = WARPS * 32, TILES = (TOKENS + 7)
 constexpr int HALVES = GATED ? 2 : 1, EACH = PARTS * BATCH, PANELS = RESULTS / 16, ROWS16 = BATCH * HALVES;
 constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0, SETS = GROUP > 0 ? SCALES : 1;  // of a unit
 constexpr bool SHIFTED = ZERO || CODE == 2;  // signed bytes are taken as 128 more
+// Of the next weight every block fetches so many times 16 rows into L2, of each so many bytes at most.
+constexpr int AHEAD = 2, AHEAD_BYTES = 40 << 10;
 // Bytes of a unit; of what lies in shared memory, and where.
 constexpr u32 CODES = EIGHT ? 2048 : 1024, AREAS = SCALES * AREA;
 constexpr int COPIERS = AREAS ? 2 : 1;  // warps of which one thread copies
@@ -82,6 +84,9 @@ DEVICE u32 times(u32 a, u32 b) {
 }
 
 DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void prefetch_bytes(const u8* at, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+}
 DEVICE void prefetch(const float* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // A place in the ring: that of the `index`-th stage which is filled.
@@ -414,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * (COPIERS + FINISHERS
 #endif
         packed(const u8* __restrict__ weight, const u16* __restrict__ x, const float* __restrict__ bias,
                const u16* __restrict__ residual, const float* __restrict__ norm, u16* __restrict__ out, int tokens,
-               float eps) {
+               float eps, const u8* ahead, int ahead_bytes, int ahead_count) {
     extern __shared__ __align__(128) u8 memory[];
     const int cluster = blockIdx.x / CLUSTER;
     const Block block{shared_address(memory), int(blockIdx.x % CLUSTER), cluster, (PANELS - cluster + WORKERS - 1) / WORKERS};
@@ -443,6 +448,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * (COPIERS + FINISHERS
         if (threadIdx.x == THREADS) {
             launch_next();
             copy<CODES>(block, weight, 0);
+            if (ahead_count) {
+                const Place last(max(0, block.batches() * STEPS - 1));
+                barrier_wait(block.full(last.stage), last.parity);  // else it would be in this weight's way
+                for (int i = blockIdx.x; i < min(ahead_count, AHEAD * WORKERS * CLUSTER); i += WORKERS * CLUSTER)
+                    prefetch_bytes(ahead + (long long)i * ahead_bytes, min(ahead_bytes, AHEAD_BYTES));
+            }
         } else if (AREAS && threadIdx.x == THREADS + 32) {
             copy<AREAS>(block, weight + CODE_BYTES, EACH * HALVES * PLACES * CODES);
         }

@@ -71,15 +71,15 @@ def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles |
     own, each = units // cluster, -(-panels // _CLUSTERS[cluster])
     batch = 1 if form.gated else 3 if each % 3 == 0 and held <= 8 else min(each, 2)
     parts = 2 if own <= _WARPS and each >= 2 * batch else 1
-    # As few turns of a panel as the warps allow, which are then as few as they can be; more where rings would be
-    # short.
+    # As few turns of a panel as the warps allow, which are then as few as they can be; more where rings would
+    # be short.
     found = None
     for turns in range(-(-own // (_WARPS // parts)), own + 1):
         splits = -(-own // turns)
         groups = 2 if splits > 1 else 1
         tiles = FewTiles(held, -(-splits // groups) * groups, parts, batch, cluster, groups)
         stages = clusters_and_stages(form, n, k, quant, tiles)[1]
-        if stages > 0 and found is None:
+        if stages and found is None:
             found = tiles
         if stages >= min(4, turns * groups * -(-each // (parts * batch)) // groups * groups):
             return tiles
@@ -107,7 +107,7 @@ def clusters_and_stages(form: Form, n: int, k: int, quant: str, tiles: FewTiles)
         besides += 512 * token_tiles * tiles.cluster * -(-each // tiles.cluster) * halves
     turns = -(-each // (tiles.parts * tiles.batch)) * -(-own // places)
     stages = min(_MOST_STAGES, turns, (tiles.shared - besides - 16 * (_MOST_STAGES + 2)) // stage)
-    return -(-panels // each), stages // tiles.groups * tiles.groups
+    return -(-panels // each), max(0, stages // tiles.groups * tiles.groups)
 
 
 def code_constants(quant: str, activation: str) -> dict[str, int]:
@@ -129,10 +129,10 @@ def few(form: Form, call: CallSpec, tiles: FewTiles) -> LaunchSpec:
     bias = call.inputs[2] is not None
     for index in (2 if bias else None, form.residual, form.norm):
         b = b.nothing() if index is None else b.input(index)
-    b.output().dim(p.x.shape[0]).number(float(call.attrs.get("eps", 0.0)))
+    b.output().dim(p.x.shape[0]).number(float(call.attrs.get("eps", 0.0))).ahead()
     assert p.x.strides[0] % 8 == 0 or p.x.shape[0] == 1, "rows begin at multiples of 16 bytes"
     clusters, stages = clusters_and_stages(form, p.n, p.k, p.weight.quant, tiles)
-    assert stages > 0, f"{tiles} does not fit"
+    assert stages, f"{tiles} does not fit"
     finishers = 1 if tiles.tokens == 1 else 2
     copiers = 2 if type_constants(p.weight.quant)["GROUP"] else 1
     return b.launch(
