@@ -115,6 +115,7 @@ DEVICE void copy(const Block& block, const u8* source, u32 target) {
     for (int b = 0; b < block.batches(); ++b) {
         const int panels = min(EACH, block.mine - b * EACH);
         const u8* from = source + block.panel(b * EACH) * PANEL_BYTES;
+#pragma unroll 1
         for (int s = 0; s < STEPS; ++s, ++filled, from += PLACES * UNIT_BYTES) {
             const Place place(filled);
             if (filled >= STAGES) barrier_wait(block.empty(place.stage), place.parity ^ 1);

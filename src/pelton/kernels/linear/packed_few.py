@@ -69,14 +69,17 @@ def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles |
         cluster_of(lambda c: panels * 2 * c > PROCESSORS),
     )
     own, each = units // cluster, -(-panels // _CLUSTERS[cluster])
-    batch = 1 if form.gated else 3 if each % 3 == 0 and held <= 8 else min(each, 2)
+    # Panels that share a load of x; of 16 tokens x is large, and so are the sums.
+    batch = (
+        1 if form.gated or (held > 8 and cluster > 2) else 3 if each % 3 == 0 and held <= 8 else min(each, 2)
+    )
     parts = 2 if own <= _WARPS and each >= 2 * batch else 1
     # As few turns of a panel as the warps allow, which are then as few as they can be; more where rings would
     # be short.
     found = None
     for turns in range(-(-own // (_WARPS // parts)), own + 1):
         splits = -(-own // turns)
-        groups = 2 if splits > 1 else 1
+        groups = 4 if splits == _WARPS and cluster == 1 else 2 if splits > 1 else 1
         tiles = FewTiles(held, -(-splits // groups) * groups, parts, batch, cluster, groups)
         stages = clusters_and_stages(form, n, k, quant, tiles)[1]
         if stages and found is None:
