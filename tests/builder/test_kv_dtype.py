@@ -14,6 +14,7 @@ from pelton.builder.build import build
 from pelton.builder.evaluation import eager_config
 from pelton.builder.kv_calibration import see
 from pelton.builder.quantized_view import draft
+from pelton.builder.refit import refit
 from pelton.builder.write_quantized import quantize
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
@@ -155,3 +156,15 @@ def test_small_values_count_as_much_as_large_ones() -> None:
         )
         errors.append(((kept - values).square().sum(2) / values.square().sum(2)).mean())
     assert errors[1] < errors[0] / 1.5
+
+
+def test_new_weights_get_the_factors_of_the_keys_too(tmp_path: Path) -> None:
+    """A refit makes every weight by its recipe again, so queries and keys still fit each other."""
+    checkpoint = RandomCheckpoint(TINY_LLAMA)
+    build(checkpoint, BuildConfig(kv_dtype="int8"), output=tmp_path / "e")
+    before = open_engine(tmp_path / "e")
+    assert "ScaleRows" in (tmp_path / "e" / "weights.json").read_text()
+    refit(tmp_path / "e", checkpoint)
+    after = open_engine(tmp_path / "e")
+    for name in before.weights:
+        np.testing.assert_array_equal(before.weights[name], after.weights[name], err_msg=name)
