@@ -10,6 +10,7 @@ from pelton.kernels.launch import CallSpec, CudaSource, LaunchSpec, OperandSpec,
 from pelton.kernels.linear.packed_few import FEW_STEPS, FewTiles, clusters_and_stages, few, few_tiles
 from pelton.kernels.linear.packed_many import ManyTiles, many
 from pelton.kernels.linear.packed_tiles import PACKED_STEPS, packed_tiles
+from pelton.kernels.linear.packed_wide import WIDE_STEPS, WideTiles, wide, wide_tiles
 from pelton.kernels.linear.products import Form
 
 pytest.importorskip("triton")
@@ -43,6 +44,9 @@ def test_sources_for_sm_90_compile(quant: str) -> None:
     works += many(Form(norm=3), call(quant, 256, 256, norm=True), ManyTiles(32, 2), 32)[1:]
     tiles = FewTiles(tokens=16, splits=1, parts=2, batch=2, cluster=2)
     works.append(few(Form(), call(quant, 256, 256), tiles))
+    if quant.startswith("int4"):
+        works += wide(Form(), call(quant, 256, 256), WideTiles(64, 1, 4, 2, 4), 64)
+        works += wide(Form(gated=True), call(quant, 512, 256, gated=True), WideTiles(128, 4, 1, 1, 14), 200)
     for work in works:
         assert isinstance(work, LaunchSpec)
         source = work.kernel
@@ -79,3 +83,24 @@ def test_every_block_of_few_tokens_has_work_and_room(n: int, k: int, quant: str,
         assert clusters * tiles.cluster <= 132
         assert 32 * (tiles.splits * tiles.parts + 1) <= 1024
         assert k // 128 % tiles.cluster == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(16, 128), (48, 256), (4096, 4096), (6144, 4096), (14336, 4096), (128256, 4096)]
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_wide_tiles_are_forms_that_the_kernel_has(n: int, k: int, gated: bool) -> None:
+    for tokens in (17, *WIDE_STEPS):
+        tiles = wide_tiles(n, tokens, gated, "int4_g128")
+        a_round = 4 * tiles.row_groups // (2 if gated else 1)
+        assert tiles.tokens % tiles.cluster == 0
+        assert tiles.each <= a_round or (tiles.cluster == 1 and tiles.splits == 1)
+        (work,) = wide(
+            Form(gated=gated), call("int4_g128", (2 if gated else 1) * n, k, gated=gated), tiles, tokens
+        )
+        assert isinstance(work, LaunchSpec)
+        assert isinstance(work.kernel, CudaSource)
+        assert dict(work.kernel.constants)["STAGES"] > tiles.splits
+        assert work.kernel.shared <= 227 << 10
+        blocks = work.grid[0][0].value({}) // tiles.cluster
+        assert (blocks - 1) * tiles.each * 16 < n <= blocks * tiles.each * 16

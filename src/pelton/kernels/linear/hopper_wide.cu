@@ -1,0 +1,465 @@
+// Products of some dozens to hundreds of tokens with a quantised matrix in the layout mma16 (gpu_layouts.py), x as it
+// is; compute capability 9.0.
+//
+// A warp has a panel of 16 rows, four of them, a warp group, the 64 rows of an asynchronous product. Each warp copies
+// its own codes and scales into shared memory, DEPTH - 1 units of 128 columns ahead, every lane the codes that it decodes:
+// nothing but the warp waits for them. It begins before the kernel ahead in the stream has ended. x
+// comes through a ring of STAGES units that one warp fills by tensor copies. Decoded and scaled (by a sum of two
+// bfloat16, exact to 16 bits) in registers, the weight is multiplied from there, while the group decodes the next
+// columns and other groups do both.
+//
+// A block has EACH panels of results, of which ROW_GROUPS warp groups take a round at a time. Sums over columns are
+// shared by SPLITS groups that take units in turn, and by CLUSTER blocks that take runs of them; they are added up in
+// shared memory, a block's share of the tokens by each, in one order, where bias, activation and residual follow.
+//
+// Constants: RESULTS results of INNER columns; TOKENS at most (32, 64, 128), a tile of them a blockIdx.y; ROW_GROUPS;
+// SPLITS; CLUSTER; EACH; STAGES; DEPTH; SUMS; BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to row of the
+// residual); and decode.cuh's.
+#include "hopper.cuh"
+#include "decode.cuh"
+
+constexpr int UNIT = 128, ROW_BYTES = 128;
+constexpr int HALVES = GATED ? 2 : 1, PANELS = RESULTS / 16, GROUPS = ROW_GROUPS * SPLITS, THREADS = GROUPS * 128;
+constexpr int ROWS = ROW_GROUPS * 64, ROUND = ROW_GROUPS * 4 / HALVES;  // panels of results of a round
+constexpr int ROUNDS = (EACH + ROUND - 1) / ROUND, UNITS = INNER / UNIT;
+constexpr int VALUES = TOKENS / 2;                  // of a thread in a tile
+constexpr int LOADS = EIGHT ? 4 : 2;                // of 16 bytes of codes in a unit
+constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0;
+constexpr int WORDS = SCALES > 2 ? 2 : 1;           // of a lane for a unit's scales: 16 rows of two groups each
+constexpr int STEPS = VALUES > 32 ? 1 : 2;          // of 16 columns that are multiplied while others are decoded
+constexpr u32 UNIT_CODES = LOADS * 512, UNIT_AREA = SCALES * AREA;
+constexpr u32 X_BYTES = 2 * TOKENS * ROW_BYTES, SUMS_BYTES = GROUPS * 64 * TOKENS * 4;
+constexpr u32 SLOT = UNIT_CODES + UNIT_AREA;        // of a warp, for a unit
+// A round's sums lie where x was.
+constexpr u32 SLOTS_AT = STAGES * X_BYTES > SUMS_BYTES ? STAGES * X_BYTES : SUMS_BYTES;
+constexpr u32 BARRIERS_AT = SLOTS_AT + GROUPS * 4 * DEPTH * SLOT;
+static_assert(INNER % UNIT == 0 && RESULTS % 16 == 0, "whole units");
+static_assert(CLUSTER == 1 || ROUNDS == 1, "a cluster's blocks read each other's sums once");
+static_assert(STAGES > SPLITS, "a split's next unit comes before it gives the last one's stage back");
+static_assert(SPLITS == 1 || ROUNDS == 1, "splits take turns in one round");
+static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP % UNIT == 0, "scales of whole quarters");
+static_assert(!SUMS || GROUP == UNIT, "a unit's sum has one scale");
+static_assert(TOKENS % CLUSTER == 0, "tokens of a block");
+
+// d (64 x n) = a (64 x 16, registers) @ b (n x 16) transposed, plus d where ADD; `b`: the low half of its description (`matrix` in
+// hopper.cuh), as the high one is the same everywhere: 1024 bytes from eight rows to the next, swizzled.
+#define DESCRIBED(low, add) "{\n.reg .b64 b;\n.reg .pred p;\nmov.b64 b, {" low ", 0x40000040};\nsetp.ne.u32 p, " add ", 0;\n"
+#define NAMES16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+template <int ADD>
+DEVICE void product(float (&d)[16], const u32 (&a)[4], u32 b) {
+    asm volatile(DESCRIBED("%20", "%21")
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" NAMES16 "}, {%16,%17,%18,%19}, b, p, 1, 1, 0;\n}"
+                 : OUT8(d, 0), OUT8(d, 8)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ADD));
+}
+template <int ADD>
+DEVICE void product(float (&d)[32], const u32 (&a)[4], u32 b) {
+    asm volatile(DESCRIBED("%36", "%37")
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES32 "}, {%32,%33,%34,%35}, b, p, 1, 1, 0;\n}"
+                 : OUT32(d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ADD));
+}
+template <int ADD>
+DEVICE void product(float (&d)[64], const u32 (&a)[4], u32 b) {
+    asm volatile(DESCRIBED("%68", "%69")
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES64 "}, {%64,%65,%66,%67}, b, p, 1, 1, 0;\n}"
+                 : OUT32(d, 0), OUT32(d, 32)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ADD));
+}
+
+// 16 bytes of global memory into shared memory, read once.
+DEVICE void copy_16(u32 target, const u8* from) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(target), "l"(from) : "memory");
+}
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+DEVICE void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+DEVICE uint4 load_shared(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+DEVICE u32 load_scale(u32 at) {
+    u32 v;
+    if (HALF_SCALES) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(at));
+    else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+DEVICE u32 load_zero(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+DEVICE void put_shared(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
+
+// Four sums, of any block of the cluster.
+DEVICE float4 load_sums(u32 at) {
+    float4 v;
+    if (CLUSTER == 1)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+    else
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+    return v;
+}
+DEVICE u32 place_of(u32 at, u32 rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+struct Shared {
+    u32 base;
+    DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 16 * stage; }
+    DEVICE u32 empty(u32 stage) const { return full(stage) + 8; }
+    DEVICE u32 x(u32 stage) const { return base + stage * X_BYTES; }
+    DEVICE u32 sums() const { return base; }
+    DEVICE u32 slots(u32 warp) const { return base + SLOTS_AT + warp * (DEPTH * SLOT); }
+
+    DEVICE u32 drained() const { return full(STAGES); }  // of the sums that lie where x will
+
+    // By a warp.
+    DEVICE void arrive(u32 barrier) const {
+        if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    }
+    DEVICE void release(u32 stage) const { arrive(empty(stage)); }
+};
+
+// The place in a ring.
+struct Ring {
+    u32 stage = 0, parity = 0;
+    DEVICE void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// Of a round of this block: its first panel of results, and how many there are.
+DEVICE int first_panel(int round) { return blockIdx.x / CLUSTER * EACH + round * ROUND; }
+DEVICE int panels_of(int round) { return min(min(ROUND, EACH - round * ROUND), PANELS - first_panel(round)); }
+
+// By one thread: units first to last of x, for every round.
+DEVICE void copy_x(const Shared& shared, const TensorMap* x, int first, int last) {
+    Ring ring;
+    for (int round = 0; round < ROUNDS; ++round) {
+        if (round > 0) barrier_wait(shared.drained(), (round - 1) % 2);
+        for (int unit = first; unit < last; ++unit) {
+            if (round * (last - first) + unit - first >= STAGES) barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+            barrier_expect(shared.full(ring.stage), X_BYTES);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                copy_2d(shared.x(ring.stage) + i * (TOKENS * ROW_BYTES), x, shared.full(ring.stage), unit * UNIT + 64 * i,
+                        blockIdx.y * TOKENS);
+            ring.next();
+        }
+    }
+}
+
+// What a warp copies of its panel: units in turns, then those of the next round. A slot is filled anew in the turn after
+// the one in which it was read.
+struct Ahead {
+    const u8* weight;
+    u32 slots;  // of the warp
+    int warp, first, count, round = -1, left = 0;  // `warp`: of the round's rows; `left`: units of this round
+    u32 slot = 0;
+    const u8* codes;
+    const u8* area;
+
+    DEVICE void begin_round() {
+        for (++round; round < ROUNDS; ++round) {
+            const int panels = panels_of(round);
+            // Groups without a panel have no part in a round.
+            if (warp / 4 * 4 >= HALVES * panels) continue;
+            const int index = min(warp, HALVES * panels - 1);
+            const int panel = first_panel(round) + (index < panels ? index : index - panels + PANELS);
+            const u8* at = weight + panel * PANEL_BYTES;
+            codes = at + first * UNIT_CODES + threadIdx.x % 32 * 16;
+            area = at + CODE_BYTES + (GROUP > UNIT ? 0 : first * UNIT_AREA) + threadIdx.x % 32 * 16;
+            left = count;
+            return;
+        }
+    }
+    DEVICE void copy() {
+        if (left > 0) {
+            const u32 to = slots + slot * SLOT + threadIdx.x % 32 * 16;
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) copy_16(to + i * 512, codes + i * 512);
+            if (SCALES > 0 && threadIdx.x % 32 < UNIT_AREA / 16) copy_16(to + UNIT_CODES, area);
+            codes += SPLITS * UNIT_CODES;
+            area += SPLITS * UNIT_AREA;
+            if (--left == 0) begin_round();
+        }
+        copies_commit();
+        if (++slot == DEPTH) slot = 0;
+    }
+};
+
+// Of this thread: the sums, with SUMS those of a group of columns, not scaled yet, and their scales.
+struct Sums {
+    float whole[VALUES], part[VALUES], scale[2];
+
+    DEVICE void add_part() {
+#pragma unroll
+        for (int i = 0; i < VALUES && SUMS; ++i) whole[i] += part[i] * scale[i / 2 % 2];
+    }
+};
+
+// One unit, from `slot` on. `before`: the stage of the unit before.
+DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& sums, u32 slot, Ahead& ahead) {
+    const int lane = threadIdx.x % 32;
+    const u32 x = u32(matrix(shared.x(ring.stage), 8 * ROW_BYTES, 16));
+    copies_wait<DEPTH - 2>();
+    __syncwarp();
+    u32 scales[WORDS], lesser[WORDS];  // of row lane % 16: the scale (two bfloat16 unless SUMS), the zero point
+#pragma unroll
+    for (int w = 0; w < WORDS && SCALES > 0; ++w) {
+        const u32 area = slot + UNIT_CODES + (2 * w + (SCALES > 1 ? lane / 16 : 0)) * AREA;
+        const float scale = scale_of(load_scale(area + SCALE_BYTES * (lane % 16))), top = rounded(scale);
+        scales[w] = SUMS ? __float_as_uint(scale) : pack_bf16(top, scale - top);
+        lesser[w] = less_of(ZERO ? load_zero(area + 16 * SCALE_BYTES + lane % 16) : 0);
+    }
+    uint4 codes = load_shared(slot + lane * 16);
+    ahead.copy();
+    u32 less[2] = {0, 0}, high[2], low[2], a[2][STEPS][4];
+    float next_scale[2];
+#pragma unroll
+    for (int turn = 0; turn < 8 / STEPS; ++turn) {
+        constexpr int SPAN = GROUP > 0 && GROUP < UNIT ? GROUP / 16 : 8;  // steps of a scale
+        if (SCALES > 0 && turn * STEPS % SPAN == 0) {
+            const int group = turn * STEPS / SPAN;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int from = group % 2 * 16 + 8 * r + lane / 4;
+                const u32 scale = __shfl_sync(~0u, scales[group / 2], from);
+                next_scale[r] = __uint_as_float(scale);
+                high[r] = __byte_perm(scale, 0, 0x1010);
+                low[r] = __byte_perm(scale, 0, 0x3232);
+                if (ZERO) less[r] = __shfl_sync(~0u, lesser[group / 2], from);
+            }
+        }
+        // The registers of two turns ago have been read; at the second, those of the unit before.
+        if (!SUMS || turn > 0) product_wait<1>();
+        if (!SUMS && turn == 1 && before != ~0u) shared.release(before);
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+            const int step = turn * STEPS + s, load = EIGHT ? step / 2 : step / 4;
+            const u32 nibble = EIGHT ? 0 : step / 2 % 2;
+            u32(&w)[4] = a[turn % 2][s];
+            decode(step % 2 ? codes.z : codes.x, nibble, less, w[0], w[1]);
+            decode(step % 2 ? codes.w : codes.y, nibble, less, w[2], w[3]);
+            if (SCALES > 0 && !SUMS)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) w[i] = fma2(w[i], high[i % 2], fma2(w[i], low[i % 2], MINUS_ZERO));
+            if (step % (EIGHT ? 2 : 4) == (EIGHT ? 1 : 3) && step < 7) codes = load_shared(slot + (load + 1) * 512 + lane * 16);
+        }
+        if (SUMS && turn == 0) {
+            product_wait<0>();
+            if (before != ~0u) {
+                shared.release(before);
+                pin(sums.part);
+                sums.add_part();
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) sums.scale[r] = next_scale[r];
+        }
+        if (turn == 0) barrier_wait(shared.full(ring.stage), ring.parity);
+        product_fence();
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+            const int step = turn * STEPS + s;
+            const u32 at = x + (step / 4 * (TOKENS * ROW_BYTES) >> 4) + step % 4 * 2;
+            if constexpr (SUMS) {
+                if (step == 0) product<0>(sums.part, a[turn % 2][s], at);
+                else product<1>(sums.part, a[turn % 2][s], at);
+            } else {
+                product<1>(sums.whole, a[turn % 2][s], at);
+            }
+        }
+        product_commit();
+    }
+}
+
+// Row `warp * 16 + lane / 4` (and 8 on), token 8 j + 2 (lane % 4) + e is element 4 j + 2 h + e. A token's rows follow
+// one another, in an order that spreads a warp's over all banks.
+DEVICE void put_sums(u32 at, int warp, const float (&d)[VALUES]) {
+    const int q = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const u32 row = at + 4 * ((warp * 16 + 8 * h + g) ^ (q << 3)) + q * (8 * ROWS);
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) put_shared(row + (8 * j + e) * (4 * ROWS), d[4 * j + 2 * h + e]);
+    }
+}
+
+// Four rows' sums of a token: of all splits and blocks.
+DEVICE float4 sum_of(const u32 (&places)[CLUSTER], int token, int row) {
+    const u32 offset = 4 * (token * ROWS + (row ^ (token / 2 % 4 << 3)));
+    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int b = 0; b < CLUSTER; ++b)
+#pragma unroll
+        for (int s = 0; s < SPLITS; ++s) {
+            const float4 v = load_sums(places[b] + s * (ROWS * TOKENS * 4) + offset);
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+    return sum;
+}
+
+struct Operands {
+    const u8* weight;
+    const float* bias;
+    const u16* residual;
+    u16* out;
+};
+
+// Row scales and bias of four rows from row n of the weight on.
+DEVICE void scale_and_add(float (&v)[4], float4 sum, const Operands& o, int n) {
+    v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (GROUP == 0) v[i] *= __ldg((const float*)(o.weight + n / 16 * PANEL_BYTES + CODE_BYTES) + n % 16 + i);
+        if (BIAS) v[i] += __ldg(o.bias + n + i);
+    }
+}
+
+// A round's results, of this block's tokens.
+DEVICE void finish(u32 sums, const Operands& o, int round, int tokens) {
+    u32 places[CLUSTER];
+#pragma unroll
+    for (int b = 0; b < CLUSTER; ++b) places[b] = CLUSTER > 1 ? place_of(sums, b) : sums;
+    constexpr int QUADS = ROUND * 4, PART = TOKENS / CLUSTER;
+    const int panels = panels_of(round), begin = CLUSTER > 1 ? blockIdx.x % CLUSTER * PART : 0;
+    for (int i = threadIdx.x; i < PART * QUADS; i += THREADS) {
+        const int token = begin + i / QUADS, row = i % QUADS * 4, m = blockIdx.y * TOKENS + token;
+        if (m >= tokens) return;
+        if (row >= 16 * panels) continue;
+        const int n = first_panel(round) * 16 + row;
+        float v[4], up[4];
+        scale_and_add(v, sum_of(places, token, row), o, n);
+        if (GATED) {
+            scale_and_add(up, sum_of(places, token, row + 16 * panels), o, RESULTS + n);
+            // Rounded as the product's own result would be.
+#pragma unroll
+            for (int k = 0; k < 4; ++k) v[k] = activate(rounded(v[k])) * rounded(up[k]);
+        }
+        if (RESIDUAL) {
+            const u16* r = o.residual + (long long)m * R_ROW + n;
+            uint2 w;
+            if (R_ROW % 4 == 0) w = *(const uint2*)r;
+            else w = {r[0] | u32(r[1]) << 16, r[2] | u32(r[3]) << 16};
+            v[0] += low_half(w.x), v[1] += high_half(w.x), v[2] += low_half(w.y), v[3] += high_half(w.y);
+        }
+        *(uint2*)(o.out + (long long)m * RESULTS + n) = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])};
+    }
+}
+
+// Units first to last of the columns, by the groups that have a part in them.
+DEVICE void compute(const Shared& shared, int first, int last, int tokens, const Operands& o) {
+    // By a shuffle the compiler knows that a warp's threads have the same.
+    const int number = __shfl_sync(~0u, threadIdx.x / 32, 0), group = number / 4, split = group / ROW_GROUPS;
+    const int warp = group % ROW_GROUPS * 4 + number % 4;
+    const int count = (last - first - split + SPLITS - 1) / SPLITS;
+    const u32 slots = shared.slots(number);
+    Ahead ahead{o.weight, slots, warp, first + split, count};
+    if (count > 0) ahead.begin_round();
+#pragma unroll
+    for (int i = 0; i < DEPTH - 1; ++i) ahead.copy();
+    u32 slot = 0;
+    wait_for_previous();
+    Ring ring;
+    for (int i = 0; i < split; ++i) ring.next();
+    for (int round = 0; round < ROUNDS; ++round) {
+        Sums sums;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) sums.whole[i] = 0.0f;
+        const bool has_part = warp / 4 * 4 < HALVES * panels_of(round);
+        u32 before = ~0u;
+        if (has_part) {
+            for (int i = 0; i < count; ++i) {
+                multiply(shared, ring, before, sums, slots + slot * SLOT, ahead);
+                before = ring.stage;
+                if (++slot == DEPTH) slot = 0;
+#pragma unroll
+                for (int k = 0; k < SPLITS; ++k) ring.next();
+            }
+            product_wait<0>();
+            pin(sums.whole);
+            if (SUMS) pin(sums.part);
+            if (before != ~0u) {
+                shared.release(before);
+                sums.add_part();
+            }
+        } else {
+            for (int i = 0; i < count; ++i) {
+                barrier_wait(shared.full(ring.stage), ring.parity);
+                shared.release(ring.stage);
+                for (int k = 0; k < SPLITS; ++k) ring.next();
+            }
+        }
+        // All have read x, which makes room for the sums.
+        named_sync(1, THREADS);
+        if (has_part) put_sums(shared.sums() + split * (ROWS * TOKENS * 4), warp, sums.whole);
+        if (CLUSTER > 1) {
+            cluster_arrive();
+            cluster_wait();
+        } else {
+            named_sync(1, THREADS);
+        }
+        finish(shared.sums(), o, round, tokens);
+        if (round + 1 < ROUNDS) {
+            fence_async();
+            __syncwarp();
+            shared.arrive(shared.drained());
+        }
+        if (CLUSTER > 1) {  // a block's shared memory stays until all have read it
+            cluster_arrive();
+            cluster_wait();
+        }
+    }
+}
+
+// Where sums need more registers than an even share, the copying warps give some up.
+constexpr bool UNEVEN = GROUPS == 4 && (SUMS || VALUES > 32);
+
+extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) __cluster_dims__(CLUSTER, 1, 1)
+    wide(const u8* weight, const __grid_constant__ TensorMap x_map, const float* bias, const u16* residual, u16* out,
+         int tokens) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
+    if (threadIdx.x == THREADS) {
+        prefetch_map(&x_map);
+        for (u32 i = 0; i < STAGES; ++i) {
+            barrier_init(shared.full(i), 1);
+            barrier_init(shared.empty(i), ROW_GROUPS * 4);
+        }
+        barrier_init(shared.drained(), GROUPS * 4);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int rank = blockIdx.x % CLUSTER;
+    const int first = rank * UNITS / CLUSTER, last = (rank + 1) * UNITS / CLUSTER;
+    if (__shfl_sync(~0u, threadIdx.x / 128, 0) >= GROUPS) {
+        if (UNEVEN) registers_less<24>();
+        if (threadIdx.x == THREADS) {
+            wait_for_previous();
+            copy_x(shared, &x_map, first, last);
+        }
+        if (CLUSTER > 1) {  // all threads of a cluster count
+            __syncwarp();
+            cluster_arrive();
+            cluster_wait();
+            cluster_arrive();
+            cluster_wait();
+        }
+    } else {
+        if (UNEVEN) registers_more<112>();
+        compute(shared, first, last, tokens, Operands{weight, bias, residual, out});
+    }
+}

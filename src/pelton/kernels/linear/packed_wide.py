@@ -1,0 +1,184 @@
+"""Products of dozens to hundreds of tokens with packed weights, exact inputs: ``hopper_wide.cu``, sm_90."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from pelton.ir.group_blocks import group_of
+from pelton.kernels.gpu_layouts import panel_bytes
+from pelton.kernels.launch import CallSpec, CudaBuilder, TensorMap, Term, Work, rows
+from pelton.kernels.linear.packed import LAYOUT, type_constants
+from pelton.kernels.linear.packed_few import UNIT, code_constants, supports_few
+from pelton.kernels.linear.products import Form, Product, normed_bytes
+from pelton.kernels.linear.tiles import PROCESSORS
+from pelton.kernels.tactic import NodeSpec, Tactic
+
+FILE = "linear/hopper_wide.cu"
+#: Largest numbers of tokens that have a kernel.
+WIDE_STEPS = (32, 64, 128, 256)
+#: Tokens of a tile.
+_MOST_TOKENS = 128
+#: Panels of 16 rows of a warp group.
+_GROUP_PANELS = 4
+_ROW_BYTES = 128
+#: Dynamic shared memory, bytes; besides x, sums and codes: barriers, up to a multiple of 1024.
+_SHARED = 227 << 10
+_BESIDES = 1024 + 16 * 9
+_MOST_STAGES = 8
+#: Units in a warp's slots, at most: more do not help.
+_DEPTH = 4
+#: Clusters of so many blocks that an H200 runs at a time, a block a multiprocessor.
+_CLUSTERS = {1: PROCESSORS, 2: 66, 4: 30}
+
+
+@dataclass(frozen=True)
+class WideTiles:
+    """How the kernel's blocks share the work."""
+
+    tokens: int
+    """Of a tile."""
+    row_groups: int
+    """Warp groups with rows of their own, each as often as there are splits."""
+    splits: int
+    """Warp groups that share columns."""
+    cluster: int
+    """Blocks that share columns."""
+    each: int
+    """Panels of results of a block."""
+    sums: bool = False
+    """Whether the sums of a group of columns are scaled, not its weights."""
+
+
+def wide_tiles(n: int, tokens: int, gated: bool, quant: str) -> WideTiles:
+    """For ``n`` results of each of up to ``tokens`` tokens.
+
+    Where there are rows enough, a block has whole sums; else as many rows as make every block's share of the
+    work small, and a cluster has their columns.
+    """
+    tile = next((t for t in (32, 64) if tokens <= t), _MOST_TOKENS)
+    sums = tile <= 64 and group_of(quant) == UNIT
+    halves = 2 if gated else 1
+    groups = -(-n * halves // (16 * _GROUP_PANELS))
+    tiles = -(-tokens // tile)
+    if groups * tiles >= 3 * PROCESSORS:
+        share = -(-groups // (PROCESSORS // tiles))
+        return WideTiles(tile, min(4, share), 1, 1, share * _GROUP_PANELS // halves, sums)
+    fitting = [
+        (row_groups / cluster, cluster, row_groups)
+        # Of 128 tokens x takes so much room that four splits would wait for it.
+        for row_groups in ((1, 2, 3, 4) if tile <= 64 else (2, 3, 4))
+        for cluster, most in _CLUSTERS.items()
+        if -(-groups // row_groups) * tiles <= most
+    ]
+    _, cluster, row_groups = min(fitting, default=(0.0, 1, 4))
+    each = row_groups * _GROUP_PANELS // halves
+    return WideTiles(tile, row_groups, 4 // row_groups, cluster, each, sums)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Stages of x's ring, units of a warp's codes, bytes of shared memory."""
+
+    stages: int
+    depth: int
+    shared: int
+
+
+def layout_of(tiles: WideTiles, quant: str) -> _Layout:
+    """Codes have the shared memory that x leaves, and x at least what the sums need that will lie there."""
+    warps, x = 4 * tiles.row_groups * tiles.splits, 2 * _ROW_BYTES * tiles.tokens
+    slot = panel_bytes(quant, UNIT) - (64 if group_of(quant) == 0 else 0)
+    sums = warps * 16 * tiles.tokens * 4
+    free = _SHARED - _BESIDES
+    stages = max(-(-sums // x), min(_MOST_STAGES, free // 2 // x), tiles.splits + 1)
+    depth = min(_DEPTH, (free - stages * x) // (warps * slot))
+    assert depth >= 2, f"{tiles} does not fit"
+    return _Layout(stages, depth, stages * x + warps * depth * slot + _BESIDES)
+
+
+def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple[Work, ...]:
+    """A norm into the workspace, where there is one, and the product."""
+    p = Product(form, call, max_tokens)
+    normed = form.norm is not None
+    x_map = TensorMap(
+        dtype=p.x.dtype,
+        shape=(p.k, max_tokens),
+        strides=(2 * (p.k if normed else p.x.strides[0]),),
+        box=(_ROW_BYTES // 2, tiles.tokens),
+    )
+    b = CudaBuilder(call, FILE, "wide").input(1)
+    b = b.workspace_map(0, x_map) if normed else b.tensor_map(0, x_map)
+    bias = call.inputs[2] is not None
+    for index in (2 if bias else None, form.residual):
+        b = b.nothing() if index is None else b.input(index)
+    b.output().dim(p.x.shape[0])
+    groups = tiles.row_groups * tiles.splits
+    layout = layout_of(tiles, p.weight.quant)
+    # As the kernel's UNEVEN.
+    uneven = groups == 4 and (tiles.sums or tiles.tokens > 64)
+    return (
+        *p.norm(),
+        b.launch(
+            (Term(times=-(-p.n // (16 * tiles.each)) * tiles.cluster),),
+            (rows(p.x, tiles.tokens),),
+            constants={
+                "RESULTS": p.n,
+                "INNER": p.k,
+                "TOKENS": tiles.tokens,
+                "ROW_GROUPS": tiles.row_groups,
+                "SPLITS": tiles.splits,
+                "CLUSTER": tiles.cluster,
+                "EACH": tiles.each,
+                "STAGES": layout.stages,
+                "DEPTH": layout.depth,
+                "SUMS": int(tiles.sums),
+                "BIAS": int(bias),
+                "RESIDUAL": int(form.residual is not None),
+                "R_ROW": 0 if form.residual is None else call.input(form.residual).strides[0],
+                **code_constants(p.weight.quant, p.kind),
+            },
+            threads=128 * groups + (128 if uneven else 32),
+            shared=layout.shared,
+            suffix="a",
+            dependent=True,
+        ),
+    )
+
+
+def supports_wide(form: Form, node: NodeSpec) -> bool:
+    """Codes of up to 4 bits in groups, whole units of the weight."""
+    weight = node.inputs[1]
+    assert weight is not None
+    return supports_few(form, node) and type_constants(weight.quant)["CODE"] == "u4"
+
+
+def wide_tactics(op: str, form: Form) -> list[Tactic]:
+    """The tactics of ``op``."""
+
+    def launches(call: CallSpec, max_tokens: int, largest: int) -> tuple[Work, ...]:
+        p = Product(form, call, max_tokens)
+        return wide(form, call, wide_tiles(p.n, largest, form.gated, p.weight.quant), max_tokens)
+
+    def nbytes(node: NodeSpec, max_tokens: int) -> int:
+        x, weight = node.inputs[:2]
+        assert x is not None
+        assert weight is not None
+        return normed_bytes(form, int(weight.shape[1]), x.dtype, max_tokens)
+
+    return [
+        Tactic(
+            name=f"cuda.{op}.packed_wide{m}",
+            op=op,
+            device="cuda",
+            supports=lambda node: supports_wide(form, node),
+            priority=43 - i,
+            precision="bfloat16",
+            sm=90,
+            largest_tokens=m,
+            weight_layouts={1: LAYOUT},
+            workspace=nbytes,
+            launches=partial(launches, largest=m),
+        )
+        for i, m in enumerate(WIDE_STEPS)
+    ]
