@@ -35,7 +35,9 @@ def library(launch: LaunchSpec, run: str, folder: Path) -> Any:
 def _translated(source: CudaSource, run: str) -> str:
     name = source.function
     text = re.sub(r'#include "(hopper|shared).cuh"', "", (KERNELS / source.file).read_text())
-    text = text.replace('#include "decode.cuh"', (KERNELS / "gpu" / "decode.cuh").read_text())
+    for folder in (KERNELS / "gpu", (KERNELS / source.file).parent):
+        for header in folder.glob("*.cuh"):
+            text = text.replace(f'#include "{header.name}"', header.read_text())
     text = _FUNCTION.sub(lambda m: "" if "asm" in m[0] else m[0], text.replace("#pragma once", ""))
     signature = re.search(rf"\b{name}\(([^{{]*?\*[^{{]*?)\) \{{", text, re.S)
     assert signature
