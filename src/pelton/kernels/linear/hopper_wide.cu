@@ -17,6 +17,7 @@
 // residual); and decode.cuh's.
 #include "hopper.cuh"
 #include "decode.cuh"
+#include "shared.cuh"
 
 constexpr int UNIT = 128, ROW_BYTES = 128;
 constexpr int HALVES = GATED ? 2 : 1, PANELS = RESULTS / 16, GROUPS = ROW_GROUPS * SPLITS, THREADS = GROUPS * 128;
@@ -67,32 +68,19 @@ DEVICE void product(float (&d)[64], const u32 (&a)[4], u32 b) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ADD));
 }
 
+DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // 16 bytes of global memory into shared memory, read once.
-DEVICE void copy_16(u32 target, const u8* from) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(target), "l"(from) : "memory");
+DEVICE void copy_chunk(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int PENDING>
 DEVICE void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
-DEVICE uint4 load_shared(u32 at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-}
-DEVICE u32 load_scale(u32 at) {
-    u32 v;
-    if (HALF_SCALES) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(at));
-    else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-}
-DEVICE u32 load_zero(u32 at) {
-    u32 v;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-}
-DEVICE void put_shared(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
 
 // Four sums, of any block of the cluster.
 DEVICE float4 load_sums(u32 at) {
@@ -110,8 +98,6 @@ DEVICE u32 place_of(u32 at, u32 rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 struct Shared {
     u32 base;
@@ -187,8 +173,8 @@ struct Ahead {
         if (left > 0) {
             const u32 to = slots + slot * SLOT + threadIdx.x % 32 * 16;
 #pragma unroll
-            for (int i = 0; i < LOADS; ++i) copy_16(to + i * 512, codes + i * 512);
-            if (SCALES > 0 && threadIdx.x % 32 < UNIT_AREA / 16) copy_16(to + UNIT_CODES, area);
+            for (int i = 0; i < LOADS; ++i) copy_chunk(to + i * 512, codes + i * 512);
+            if (SCALES > 0 && threadIdx.x % 32 < UNIT_AREA / 16) copy_chunk(to + UNIT_CODES, area);
             codes += SPLITS * UNIT_CODES;
             area += SPLITS * UNIT_AREA;
             if (--left == 0) begin_round();
@@ -218,11 +204,12 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
 #pragma unroll
     for (int w = 0; w < WORDS && SCALES > 0; ++w) {
         const u32 area = slot + UNIT_CODES + (2 * w + (SCALES > 1 ? lane / 16 : 0)) * AREA;
-        const float scale = scale_of(load_scale(area + SCALE_BYTES * (lane % 16))), top = rounded(scale);
+        const u32 at = area + SCALE_BYTES * (lane % 16);
+        const float scale = scale_of(HALF_SCALES ? get_half(at) : __float_as_uint(get(at))), top = rounded(scale);
         scales[w] = SUMS ? __float_as_uint(scale) : pack_bf16(top, scale - top);
-        lesser[w] = less_of(ZERO ? load_zero(area + 16 * SCALE_BYTES + lane % 16) : 0);
+        lesser[w] = less_of(ZERO ? get_byte(area + 16 * SCALE_BYTES + lane % 16) : 0);
     }
-    uint4 codes = load_shared(slot + lane * 16);
+    uint4 codes = get_4(slot + lane * 16);
     ahead.copy();
     u32 less[2] = {0, 0}, high[2], low[2], a[2][STEPS][4];
     float next_scale[2];
@@ -254,7 +241,7 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
             if (SCALES > 0 && !SUMS)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) w[i] = fma2(w[i], high[i % 2], fma2(w[i], low[i % 2], MINUS_ZERO));
-            if (step % (EIGHT ? 2 : 4) == (EIGHT ? 1 : 3) && step < 7) codes = load_shared(slot + (load + 1) * 512 + lane * 16);
+            if (step % (EIGHT ? 2 : 4) == (EIGHT ? 1 : 3) && step < 7) codes = get_4(slot + (load + 1) * 512 + lane * 16);
         }
         if (SUMS && turn == 0) {
             product_wait<0>();
@@ -293,7 +280,7 @@ DEVICE void put_sums(u32 at, int warp, const float (&d)[VALUES]) {
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) put_shared(row + (8 * j + e) * (4 * ROWS), d[4 * j + 2 * h + e]);
+            for (int e = 0; e < 2; ++e) put(row + (8 * j + e) * (4 * ROWS), d[4 * j + 2 * h + e]);
     }
 }
 
@@ -442,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
         barrier_init_fence();
     }
     __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    launch_next();
     const int rank = blockIdx.x % CLUSTER;
     const int first = rank * UNITS / CLUSTER, last = (rank + 1) * UNITS / CLUSTER;
     if (__shfl_sync(~0u, threadIdx.x / 128, 0) >= GROUPS) {
