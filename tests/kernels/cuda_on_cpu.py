@@ -17,12 +17,12 @@ _FUNCTION = re.compile(
 )
 
 
-def library(launch: LaunchSpec, run: str, folder: Path) -> Any:
+def library(launch: LaunchSpec, run: str, folder: Path, header: str = "cuda_on_cpu.h") -> Any:
     """The kernel of ``launch`` and ``run``: C++ that calls ``cpu::run``, in which ``SIGNATURE`` and ``CALL``
-    stand for the kernel's parameters and a call of it with them."""
+    stand for the kernel's parameters and a call of it with them. ``header``: included first."""
     source = launch.kernel
     assert isinstance(source, CudaSource)
-    (folder / "kernel.cpp").write_text(_translated(source, run))
+    (folder / "kernel.cpp").write_text(_translated(source, run, header))
     numbers = {**dict(source.constants), "SHARED": source.shared, "LAUNCHED": source.threads}
     macros = [f"-D{name}={value}" for name, value in numbers.items()]
     # Libraries of one process would share their inline variables.
@@ -32,12 +32,12 @@ def library(launch: LaunchSpec, run: str, folder: Path) -> Any:
     return C.CDLL(str(folder / "x.so"))
 
 
-def _translated(source: CudaSource, run: str) -> str:
+def _translated(source: CudaSource, run: str, header: str) -> str:
     name = source.function
     text = re.sub(r'#include "(hopper|shared).cuh"', "", (KERNELS / source.file).read_text())
     for folder in (KERNELS / "gpu", (KERNELS / source.file).parent):
-        for header in folder.glob("*.cuh"):
-            text = text.replace(f'#include "{header.name}"', header.read_text())
+        for shared in folder.glob("*.cuh"):
+            text = text.replace(f'#include "{shared.name}"', shared.read_text())
     text = _FUNCTION.sub(lambda m: "" if "asm" in m[0] else m[0], text.replace("#pragma once", ""))
     signature = re.search(rf"\b{name}\(([^{{]*?\*[^{{]*?)\) \{{", text, re.S)
     assert signature
@@ -47,4 +47,4 @@ def _translated(source: CudaSource, run: str) -> str:
     assert "asm" not in text
     names = ", ".join(part.split()[-1].lstrip("*") for part in signature[1].split(","))
     run = run.replace("SIGNATURE", signature[1]).replace("CALL", f"{name}({names})")
-    return f'#include "cuda_on_cpu.h"\n{text}\n{run}'
+    return f'#include "{header}"\n{text}\n{run}'

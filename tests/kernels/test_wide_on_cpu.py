@@ -90,7 +90,9 @@ def test_products_are_what_the_weight_says(
                 given.append(C.c_int(tokens))
             case _:
                 given.append(C.c_void_p(0))
-    assert library(launch, RUN, tmp_path).run(*given) == 0, "threads wait for ever, or copies for nobody"
+    assert library(launch, RUN, tmp_path, "wide_on_cpu.h").run(*given) == 0, (
+        "threads wait for ever, or copies for nobody"
+    )
 
     decoded = group_blocks.decode(weight.data.view(np.uint8), quant).reshape(rows, k)
     y = bf16_to_f32(x).astype(np.float64) @ decoded.T.astype(np.float64)
