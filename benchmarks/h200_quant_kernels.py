@@ -28,10 +28,11 @@ from pelton.dtypes import BLOCK_TYPES
 from pelton.engine.resources import cores
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work
 from pelton.kernels.layouts import LAYOUTS
-from pelton.kernels.linear.packed import packed, unpacked
+from pelton.kernels.linear.packed import packed, type_constants, unpacked
 from pelton.kernels.linear.packed_few import FewTiles, clusters_and_stages, few
 from pelton.kernels.linear.packed_many import ManyTiles, many
 from pelton.kernels.linear.packed_tiles import PackedTiles, unit_columns
+from pelton.kernels.linear.packed_wide import WIDE_STEPS, wide, wide_tiles
 from pelton.kernels.linear.products import Form
 from pelton.kernels.linear.tiles import PROCESSORS
 
@@ -105,6 +106,10 @@ def variants(quants: list[str], tokens: list[int], shapes: list[str], kinds: set
                 if tokens_of_tile <= 2 * m and not (groups == 3 and form.gated and tokens_of_tile > 32):
                     many_tiles = ManyTiles(tokens_of_tile, groups)
                     tried.append(({"many": 1, **asdict(many_tiles)}, many(form, call, many_tiles, m)))
+        if "wide" in kinds and 16 < m <= WIDE_STEPS[-1] and type_constants(quant)["CODE"] == "u4":
+            step = next(t for t in WIDE_STEPS if m <= t)
+            wide_used = wide_tiles(n // 2 if form.gated else n, step, form.gated, quant)
+            tried.append(({"wide": 1, **asdict(wide_used)}, wide(form, call, wide_used, m)))
         if "packed" in kinds:
             for tiles in tiles_of(quant, m, n, k, gated=form.gated):
                 tried.append((asdict(tiles), packed(form, call, tiles, m)))
@@ -158,7 +163,7 @@ def main() -> None:
     parser.add_argument("--types", default="int4_g128,fp8_row")
     parser.add_argument("--tokens", default="1,8,16,32,64,128,256")
     parser.add_argument("--shapes", default="qkv,o,gate_up,down")
-    parser.add_argument("--kinds", default="few,many,packed,unpack")
+    parser.add_argument("--kinds", default="few,many,wide,packed,unpack")
     parser.add_argument("--top", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)
