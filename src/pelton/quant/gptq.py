@@ -47,21 +47,22 @@ def gptq(
     corrected values when its first column is reached. Input channels that were always 0 become 0.
     """
     rows, columns = weight.shape
-    w = np.array(weight.T, np.float32, order="C")
     diagonal = np.diag(gram)
     dead = diagonal == 0
-    w[dead] = 0
+    values = np.where(dead, np.float32(0), weight) if dead.any() else weight
     size = group_of(quant) or columns
     # To the nearest float16: misses of either sign, which later columns take over (SmolLM2-135M in int4_g64:
     # perplexity 13.9, and 15.3 when all lower ends miss outwards).
     fitted = fit_weight(
-        np.ascontiguousarray(w.T), quant, symmetric=symmetric, per_tensor=per_tensor, outwards=False
+        np.ascontiguousarray(values), quant, symmetric=symmetric, per_tensor=per_tensor, outwards=False
     )
     # Whole rows share a scale: nothing to fit on the way.
     static = act_order or size == columns
     order = np.argsort(-diagonal, kind="stable") if act_order else np.arange(columns)
+    # The one copy; (columns, rows).
+    w = values.T[order].astype(np.float32, copy=False)
+    del values
     u = inverse_factor(gram, damping, order)
-    w = w[order]
     codes = np.empty((columns, rows), np.uint8)
     for start in range(0, columns, BLOCK_COLUMNS):
         stop = min(start + BLOCK_COLUMNS, columns)
