@@ -26,7 +26,7 @@ BLOCK_COLUMNS = 128
 _DOUBLE = 4096
 #: Columns of a Hessian that are factored at once; largest triangular matrix that is inverted at once.
 _PANEL = 256
-#: Columns of a product that is held beside a Hessian.
+#: Columns of a product that is held beside a Hessian or a weight.
 _STRIP = 1024
 
 
@@ -79,7 +79,9 @@ def gptq(
             error = (w[j] - values_of(q, scales, quant)[:, 0, 0]) / u[j, j]
             w[j + 1 : stop] -= u[j, j + 1 : stop, None] * error
             errors[j - start] = error
-        w[stop:] -= u[start:stop, stop:].T @ errors
+        for after in range(stop, columns, _STRIP):
+            rest = slice(after, after + _STRIP)
+            w[rest] -= u[start:stop, rest].T @ errors
     return pack(quant, np.ascontiguousarray(codes.T).reshape(rows, -1, size), fitted)
 
 
