@@ -21,12 +21,12 @@ def open_breaking(engine: Any, **options: Any) -> Session:
     runner: Any = session._runner
     launch = runner._launch
 
-    def broken(batch: InputBatch, *rest: Any) -> Any:
+    def broken(batch: InputBatch, *rest: Any, **settings: Any) -> Any:
         if np.int32(BREAK).tobytes() in batch.input_ids_T.tobytes():
             for value in runner._launcher._keep:
                 if isinstance(value, C.c_uint64) and value.value:
                     value.value = 4096
-        return launch(batch, *rest)
+        return launch(batch, *rest, **settings)
 
     runner._launch = broken
     return session

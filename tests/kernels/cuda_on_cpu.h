@@ -287,6 +287,11 @@ inline void named_sync(u32 id, u32 threads) {
     meeting.needed = threads;
     cpu::meet(meeting);
 }
+inline void named_arrive(u32 id, u32 threads) {
+    cpu::Meeting& meeting = cpu::block().named[id];
+    meeting.needed = threads;
+    cpu::arrive(meeting);
+}
 inline void barrier_init(u32 at, u32 arrivals) { cpu::block().barriers[at] = {int(arrivals), int(arrivals)}; }
 inline void barrier_init_fence() {}
 inline void barrier_expect(u32 at, u32 bytes) {

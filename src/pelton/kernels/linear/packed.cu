@@ -24,6 +24,7 @@
 constexpr int UNIT = 128, UNITS = INNER / UNIT, OWN = UNITS / CLUSTER;
 constexpr int PLACES = SPLITS / GROUPS, STEPS = (OWN + PLACES - 1) / PLACES;  // units of a stage, stages of a batch
 constexpr int WARPS = SPLITS * PARTS, THREADS = WARPS * 32, TILES = (TOKENS + 7) / 8;
+constexpr int SUMMING = THREADS + 32 * FINISHERS;  // threads that make sums, and that add them up
 constexpr int HALVES = GATED ? 2 : 1, EACH = PARTS * BATCH, PANELS = RESULTS / 16, ROWS16 = BATCH * HALVES;
 constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0, SETS = GROUP > 0 ? SCALES : 1;  // of a unit
 constexpr bool SHIFTED = ZERO || CODE == 2;  // signed bytes are taken as 128 more
@@ -74,9 +75,9 @@ struct Block {
     int rank, cluster, mine;  // panels of the cluster
     DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 16 * stage; }
     DEVICE u32 empty(u32 stage) const { return full(stage) + 8; }
-    // Of the sums of batch b: there, and taken.
-    DEVICE u32 summed(int b) const { return base + BARRIERS_AT + 16 * STAGES + 16 * (b % 2); }
-    DEVICE u32 taken(int b) const { return summed(b) + 8; }
+    // Named barriers of the sums of batch b: there, and taken.
+    DEVICE u32 summed(int b) const { return 2 + b % 2; }
+    DEVICE u32 taken(int b) const { return 4 + b % 2; }
     DEVICE int panel(int index) const { return cluster + index * WORKERS; }
     DEVICE int batches() const { return (mine + EACH - 1) / EACH; }
 };
@@ -228,7 +229,7 @@ DEVICE void compute(const Block& block) {
             __syncwarp();
             if (lane == 0) barrier_arrive(block.empty(at.stage));
         }
-        if (b > 1) barrier_wait(block.taken(b), (b / 2 & 1) ^ 1);
+        if (b > 1) named_sync(block.taken(b), SUMMING);
         const u32 own = block.base + SUMS_AT + b % 2 * SUMS_BYTES +
                         (split * EACH * HALVES + part * ROWS16) * (TILES * TILE_BYTES) + lane * 16;
 #pragma unroll
@@ -237,8 +238,7 @@ DEVICE void compute(const Block& block) {
             for (int t = 0; t < TILES; ++t)
                 put_4(own + (i * TILES + t) * TILE_BYTES, __float_as_uint(d[i][t][0]), __float_as_uint(d[i][t][1]),
                       __float_as_uint(d[i][t][2]), __float_as_uint(d[i][t][3]));
-        __syncwarp();
-        if (lane == 0) barrier_arrive(block.summed(b));
+        named_arrive(block.summed(b), SUMMING);
     }
 }
 
@@ -260,7 +260,7 @@ DEVICE void finish_batches(const Block& block, const Results& results) {
                             ? results.added(block.panel(index), element_of(i))
                             : 0.0f;
         }
-        barrier_wait(block.summed(b), b / 2 & 1);
+        named_sync(block.summed(b), SUMMING);
 #pragma unroll
         for (int j = 0; j < TURNS; ++j) {
             const int i = j * 32 * FINISHERS + thread, local = i / WANTED, index = b * EACH + local, element = element_of(i);
@@ -277,8 +277,7 @@ DEVICE void finish_batches(const Block& block, const Results& results) {
             }
             if (CLUSTER == 1) results.finish(block, block.panel(index), element, y, addend[j]);
         }
-        __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(block.taken(b));
+        if (b + 2 < block.batches()) named_arrive(block.taken(b), SUMMING);
     }
 }
 
@@ -321,10 +320,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * (COPIERS + FINISHERS
         for (u32 i = 0; i < STAGES; ++i) {
             barrier_init(block.full(i), COPIERS);
             barrier_init(block.empty(i), PLACES * PARTS);
-        }
-        for (int b = 0; b < 2; ++b) {
-            barrier_init(block.summed(b), WARPS);
-            barrier_init(block.taken(b), FINISHERS);
         }
         barrier_init_fence();
     }

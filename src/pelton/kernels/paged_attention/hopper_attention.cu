@@ -154,6 +154,8 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
     auto release = [&](int empty, u32 stage = 0) {
         if (lane == 0) barrier_arrive(shared.barrier(empty, stage));
     };
+    // By every lane that has read the tile of work.
+    auto release_q = [&] { barrier_arrive(shared.barrier(Q_EMPTY)); };
 
     while (true) {
         barrier_wait(shared.barrier(Q_FULL), q_parity);
@@ -163,7 +165,7 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         const bool both = work.first_query + 64 / GROUP < work.queries;  // whether group 1 has rows
         if (group == 1 && !both) {
             __syncwarp();
-            release(Q_EMPTY);
+            release_q();
             for (int i = 0; i < work.tiles; ++i) {
                 barrier_wait(shared.barrier(K_FULL, k_ring.stage), k_ring.parity);
                 release(K_EMPTY, k_ring.stage);
@@ -188,7 +190,7 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         }
         if (work.tiles == 0) {
             __syncwarp();
-            release(Q_EMPTY);
+            release_q();
             store(o, rows, work, row0, out);
             continue;
         }
@@ -204,7 +206,7 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         pin(s);
         release(K_EMPTY, k_ring.stage);
         k_ring.next();
-        if (work.tiles == 1) release(Q_EMPTY);
+        if (work.tiles == 1) release_q();
         softmax<true>(s, rows, alpha, work.last * KEYS, scale, softcap);
         pack_scores(s, p);
         const int in_last = work.keys - work.last * KEYS;
@@ -228,7 +230,7 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
             pin(s);
             release(K_EMPTY, k_ring.stage);
             k_ring.next();
-            if (tile == first) release(Q_EMPTY);
+            if (tile == first) release_q();
             softmax<masked.value>(s, rows, alpha, tile * KEYS, scale, softcap);
             product_wait<0>();
             pin(o);
@@ -270,11 +272,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         prefetch_map(&q);
         prefetch_map(&k_cache);
         prefetch_map(&v_cache);
-        // Eight warps compute, and each says when it is through with a tile.
+        // Eight warps compute, and each says when it is through with a tile of keys. Of tiles of work every lane
+        // that has read one says so.
         barrier_init(shared.barrier(WORK_FULL), 1);
-        barrier_init(shared.barrier(WORK_EMPTY), 2);
+        barrier_init(shared.barrier(WORK_EMPTY), 2 * 32);
         barrier_init(shared.barrier(Q_FULL), 1);
-        barrier_init(shared.barrier(Q_EMPTY), 8);
+        barrier_init(shared.barrier(Q_EMPTY), 8 * 32);
         for (u32 i = 0; i < STAGES; ++i) {
             barrier_init(shared.barrier(K_FULL, i), 1);
             barrier_init(shared.barrier(K_EMPTY, i), 8);

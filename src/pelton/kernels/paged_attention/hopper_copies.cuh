@@ -168,7 +168,7 @@ DEVICE void copy_q_and_k(const Shared& shared, const Work* next, Work* current, 
         const int ask = max(work.tiles - LEAD, 0);
         int key = work.last * KEYS + box * BOX, row = copies ? row_of(work, block_table, key) : 0;
         for (int i = 0; i < work.tiles || i == 0; ++i, key -= KEYS) {
-            if (i == ask && lane == 0) barrier_arrive(shared.barrier(WORK_EMPTY));
+            if (i == ask) barrier_arrive(shared.barrier(WORK_EMPTY));
             if (i == work.tiles) break;
             const int following = copies && i + 1 < work.tiles ? row_of(work, block_table, key - KEYS) : 0;
             const u32 barrier = begin_tile(shared, K_FULL, K_EMPTY, ring);
@@ -187,8 +187,7 @@ DEVICE void copy_v(const Shared& shared, const Work* next, const TensorMap* v_ma
     for (u32 parity = 0;; parity ^= 1) {
         barrier_wait(shared.barrier(WORK_FULL), parity);
         const Work work = *next;
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared.barrier(WORK_EMPTY));
+        barrier_arrive(shared.barrier(WORK_EMPTY));
         if (work.tiles < 0) break;
         int key = work.last * KEYS + lane * BOX, row = copies ? row_of(work, block_table, key) : 0;
         for (int i = 0; i < work.tiles; ++i, key -= KEYS) {
