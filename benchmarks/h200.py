@@ -61,7 +61,7 @@ QUANTS = {"fp8": "fp8_row", "int8": "int8_row", "int4": "int4_g128"}
 #: Test -> requests, tokens of a prompt, of an answer.
 REQUESTS = {"d": (512, 512, 256), "e": (1024, 128, 128)}
 #: By block type and test: floor, vLLM, goal: output tokens per second.
-THROUGHPUT = {
+THROUGHPUT: dict[str, dict[str, tuple[int | None, int | None, int | None]]] = {
     "bfloat16": {"d": (13600, 10016, 12300), "e": (23500, 14568, 20000)},
     "fp8_row": {"d": (None, 13535, 17500), "e": (None, None, None)},
 }
