@@ -34,10 +34,13 @@ def library(launch: LaunchSpec, run: str, folder: Path, header: str = "cuda_on_c
 
 def _translated(source: CudaSource, run: str, header: str) -> str:
     name = source.function
-    text = re.sub(r'#include "(hopper|shared).cuh"', "", (KERNELS / source.file).read_text())
-    for folder in (KERNELS / "gpu", (KERNELS / source.file).parent):
-        for shared in folder.glob("*.cuh"):
-            text = text.replace(f'#include "{shared.name}"', shared.read_text())
+    text = (KERNELS / source.file).read_text()
+    folders = (KERNELS / "gpu", (KERNELS / source.file).parent)
+    shared = {path.name: path.read_text() for folder in folders for path in folder.glob("*.cuh")}
+    shared |= {"hopper.cuh": "", "shared.cuh": ""}  # ``header`` has these
+    include = re.compile(r'#include "(\w+\.cuh)"')
+    while include.search(text):
+        text = include.sub(lambda m: shared[m[1]], text)
     text = _FUNCTION.sub(lambda m: "" if "asm" in m[0] else m[0], text.replace("#pragma once", ""))
     signature = re.search(rf"\b{name}\(([^{{]*?\*[^{{]*?)\) \{{", text, re.S)
     assert signature

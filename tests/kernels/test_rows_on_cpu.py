@@ -45,7 +45,9 @@ def translated(file: str) -> str:
     """The source as C++: functions of one PTX instruction are those of ``rows_on_cpu.h``."""
     text = (FOLDER.parent / file).read_text()
     shared = (FOLDER / "hopper_rows.cuh").read_text()
-    text = text.replace('#include "hopper_rows.cuh"', shared).replace("#pragma once", "")
+    activation = (FOLDER.parent / "gpu" / "activation.cuh").read_text()
+    text = text.replace('#include "hopper_rows.cuh"', shared)
+    text = text.replace('#include "activation.cuh"', activation).replace("#pragma once", "")
     text = text.replace('#include "hopper.cuh"', '#include "rows_on_cpu.h"')
     function = re.compile(r"^DEVICE \w+ (\w+)\([^{;]*\) \{(?:[^\n]*\}\n|.*?^\}\n)", re.S | re.M)
     text = function.sub(lambda m: "" if "asm" in m[0] else m[0], text)

@@ -2,6 +2,7 @@
 // s8 2, u8 3, e2m1 4); GROUP (columns of a scale; 0: the row), HALF_SCALES (float16 instead of float32), ZERO (zero
 // points); GATED (0: no; else the activation: silu 1, gelu 2, gelu_tanh 3, relu 4).
 #pragma once
+#include "activation.cuh"
 
 typedef unsigned int u32;
 typedef unsigned char u8;
@@ -78,14 +79,4 @@ DEVICE u32 less_of(u32 zero) {
         return pack_bf16(z, z);
     }
     return (0xc300u | zero) * 0x10001u;
-}
-
-DEVICE float activate(float v) {
-    if (GATED == 1) return v / (1.0f + __expf(-v));
-    if (GATED == 2) return 0.5f * v * (1.0f + erff(v * 0.7071067811865476f));
-    if (GATED == 3) {
-        const float u = 0.7978845608028654f * (v + 0.044715f * v * v * v);
-        return 0.5f * v * (2.0f - 2.0f / (__expf(2.0f * u) + 1.0f));
-    }
-    return fmaxf(v, 0.0f);
 }

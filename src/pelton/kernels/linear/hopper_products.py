@@ -19,7 +19,7 @@ from pelton.kernels.launch import (
     workspace,
 )
 from pelton.kernels.linear.packed import X_CODES
-from pelton.kernels.linear.products import Form, Product, aligned, gemm, normed_bytes, supports_dense
+from pelton.kernels.linear.products import Form, Product, aligned, gemm, normed_workspace, supports_dense
 from pelton.kernels.linear.rows8 import LAYOUT, supports_rows8, unpacked, unpacked_bytes
 from pelton.kernels.linear.tiles import PROCESSORS
 from pelton.kernels.tactic import NodeSpec, Tactic
@@ -323,12 +323,6 @@ def dense_tactics(op: str, form: Form) -> list[Tactic]:
         tiles = product_tiles(p.n, 2 * p.k, max_tokens, form.gated, "", exact=False)
         return products(form, call, tiles, max_tokens)
 
-    def nbytes(node: NodeSpec, max_tokens: int) -> int:
-        x, weight = node.inputs[:2]
-        assert x is not None
-        assert weight is not None
-        return normed_bytes(form, int(weight.shape[1]), x.dtype, max_tokens)
-
     return [
         Tactic(
             name=f"cuda.{op}.hopper_tiles{m}",
@@ -339,7 +333,7 @@ def dense_tactics(op: str, form: Form) -> list[Tactic]:
             precision="bfloat16",
             sm=90,
             largest_tokens=m,
-            workspace=nbytes,
+            workspace=normed_workspace(form),
             launches=launches,
         )
         for i, m in enumerate(GATED_STEPS if form.gated else DENSE_STEPS)

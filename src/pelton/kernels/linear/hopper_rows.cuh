@@ -15,6 +15,7 @@
 // defines `copy_weights` and `copy_x`.
 #pragma once
 #include "hopper.cuh"
+#include "activation.cuh"
 
 constexpr int THREADS = 32 * WARPS, ROW_BYTES = 128;
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
@@ -78,16 +79,6 @@ DEVICE void put_shared_2(u32 address, u32 low, u32 high) {
 DEVICE void put_shared_4(u32 address, const float (&d)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3])
                  : "memory");
-}
-
-DEVICE float activate(float v) {
-    if (GATED == 1) return v / (1.0f + __expf(-v));
-    if (GATED == 2) return 0.5f * v * (1.0f + erff(v * 0.7071067811865476f));
-    if (GATED == 3) {
-        const float u = 0.7978845608028654f * (v + 0.044715f * v * v * v);
-        return 0.5f * v * (2.0f - 2.0f / (__expf(2.0f * u) + 1.0f));
-    }
-    return fmaxf(v, 0.0f);
 }
 
 struct Shared {

@@ -10,7 +10,7 @@ from pelton.kernels.gpu_layouts import panel_bytes
 from pelton.kernels.launch import CallSpec, CudaBuilder, TensorMap, Term, Work, rows
 from pelton.kernels.linear.packed import LAYOUT, type_constants
 from pelton.kernels.linear.packed_few import UNIT, code_constants, supports_few
-from pelton.kernels.linear.products import Form, Product, normed_bytes
+from pelton.kernels.linear.products import Form, Product, normed_workspace
 from pelton.kernels.linear.tiles import PROCESSORS
 from pelton.kernels.tactic import NodeSpec, Tactic
 
@@ -160,12 +160,6 @@ def wide_tactics(op: str, form: Form) -> list[Tactic]:
         p = Product(form, call, max_tokens)
         return wide(form, call, wide_tiles(p.n, largest, form.gated, p.weight.quant), max_tokens)
 
-    def nbytes(node: NodeSpec, max_tokens: int) -> int:
-        x, weight = node.inputs[:2]
-        assert x is not None
-        assert weight is not None
-        return normed_bytes(form, int(weight.shape[1]), x.dtype, max_tokens)
-
     return [
         Tactic(
             name=f"cuda.{op}.packed_wide{m}",
@@ -177,7 +171,7 @@ def wide_tactics(op: str, form: Form) -> list[Tactic]:
             sm=90,
             largest_tokens=m,
             weight_layouts={1: LAYOUT},
-            workspace=nbytes,
+            workspace=normed_workspace(form),
             launches=partial(launches, largest=m),
         )
         for i, m in enumerate(WIDE_STEPS)

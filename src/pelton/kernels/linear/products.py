@@ -297,6 +297,18 @@ def _cublaslt_bytes(form: Form, node: NodeSpec, max_tokens: int) -> int:
     return total + (max_tokens * 2 * n * ITEMSIZE[dtype] if form.gated else 0)
 
 
+def normed_workspace(form: Form) -> Callable[[NodeSpec, int], int]:
+    """Workspace, bytes, of a tactic that has normed rows there and nothing else."""
+
+    def nbytes(node: NodeSpec, max_tokens: int) -> int:
+        x, weight = node.inputs[:2]
+        assert x is not None
+        assert weight is not None
+        return normed_bytes(form, int(weight.shape[1]), x.dtype, max_tokens)
+
+    return nbytes
+
+
 def tactics(op: str, form: Form) -> list[Tactic]:
     """The tactics of ``op``."""
 
@@ -351,10 +363,6 @@ def tactics(op: str, form: Form) -> list[Tactic]:
         n, _, _, itemsize = _node_sizes(form, node)
         return _stream_bytes(form, node, max_tokens, invariant_tiles(n, itemsize, form.gated))
 
-    def normed_nbytes(node: NodeSpec, max_tokens: int) -> int:
-        _, k, dtype, _ = _node_sizes(form, node)
-        return normed_bytes(form, k, dtype, max_tokens)
-
     return [
         *(
             # The fewer tokens it is for, the sooner it is taken.
@@ -377,7 +385,7 @@ def tactics(op: str, form: Form) -> list[Tactic]:
             lambda node, tokens: _cublaslt_bytes(form, node, tokens),
             _supports_cublaslt,
         ),
-        tactic("gemm", lambda call, tokens: gemm(form, call, tokens), 10, normed_nbytes),
+        tactic("gemm", lambda call, tokens: gemm(form, call, tokens), 10, normed_workspace(form)),
         tactic(
             "invariant",
             lambda call, tokens: _invariant(form, call, tokens),
