@@ -17,6 +17,7 @@ from pelton.kernels.launch import (
     OperandSpec,
 )
 from pelton.kernels.linear.hopper_products import (
+    MANY,
     ProductTiles,
     code_bytes,
     code_rows,
@@ -151,3 +152,20 @@ def test_codes_are_taken_where_they_are_asked_for() -> None:
     assert {"rows8_codes64.fp8", "rows8_codes_cublaslt.fp8"} <= fp8
     assert all(name.endswith(".fp8") for name in fp8)
     assert all(name.endswith(".int8") for name in taken(node("int8_row", "int8")))
+
+
+def dense(n: int, k: int, form: Form) -> CallSpec:
+    weight = OperandSpec(dtype="bfloat16", shape=(2 * n if form.gated else n, k), strides=(k, 1))
+    return replace(coded := call(n, k, form), inputs=(coded.inputs[0], weight, *coded.inputs[2:]))
+
+
+def test_many_tokens_have_one_warp_group_behind_the_other_within_the_ring() -> None:
+    form = Form(gated=True)
+    for k in (64, 128, 4096):
+        (product,) = products(form, dense(14336, k, form), MANY, 8192)
+        assert isinstance(product, LaunchSpec)
+        assert isinstance(product.kernel, CudaSource)
+        assert product.kernel.shared <= SHARED
+        constants = dict(product.kernel.constants)
+        assert constants["LAG"] < constants["STAGES"]
+        assert constants["LAG"] <= -(-k // 64)

@@ -35,6 +35,10 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         x, norm = torch.randn(5, 256, generator=g) * 3, torch.rand(256, generator=g) + 0.5
         w = torch.randn(48, 256, generator=g) / 16
         yield Sample(args=(x, w, None, norm, 1e-5), name=f"{quant} 5x48x256", quant={1: quant})
+    # Where kernels on GPUs share columns between blocks.
+    x, norm = torch.randn(134, 1152, generator=g) * 3, torch.rand(1152, generator=g) + 0.5
+    w = torch.randn(72, 1152, generator=g) / 32
+    yield Sample(args=(x, w, None, norm, 1e-5), name="134x72x1152", quant={1: "float32"})
     wide = torch.randn(4, 300, generator=g)
     w, norm = torch.randn(24, 64, generator=g) / 8, torch.rand(64, generator=g)
     yield Sample(args=(wide[:, 100:164], w, None, norm, 1e-6), name="strided rows", quant={1: "float32"})

@@ -52,6 +52,12 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         x, norm = torch.randn(5, 256, generator=g) * 3, torch.rand(256, generator=g) + 0.5
         w = torch.randn(96, 256, generator=g) / 16
         yield Sample(args=(x, w, None, "silu", norm, 1e-5), name=f"{quant} 5x48x256 silu", quant={1: quant})
+    # Where kernels on GPUs share columns between blocks, and where they have many tokens.
+    for tokens, i, k in ((134, 72, 1152), (700, 136, 192)):
+        x, norm = torch.randn(tokens, k, generator=g) * 3, torch.rand(k, generator=g) + 0.5
+        w = torch.randn(2 * i, k, generator=g) * k**-0.5
+        name = f"{tokens}x{i}x{k} silu"
+        yield Sample(args=(x, w, None, "silu", norm, 1e-5), name=name, quant={1: "float32"})
 
 
 OP = register(

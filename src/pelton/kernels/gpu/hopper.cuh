@@ -182,6 +182,15 @@ DEVICE u32 pack(float low, float high) {
     return y;
 }
 
+// Four lanes of a row have two columns of each of four groups of eight: afterwards lane i has all of group i.
+DEVICE void transpose(u32 (&w)[4]) {
+    const bool high = threadIdx.x & 2, odd = threadIdx.x & 1;
+    u32 x = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), y = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
+    w[0] = high ? x : w[0], w[1] = high ? y : w[1], w[2] = high ? w[2] : x, w[3] = high ? w[3] : y;
+    x = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), y = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+    w[0] = odd ? x : w[0], w[1] = odd ? w[1] : x, w[2] = odd ? y : w[2], w[3] = odd ? w[3] : y;
+}
+
 template <int N>
 DEVICE void registers_less() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));

@@ -14,10 +14,15 @@
 // low / 16 (e4m3), 256 high + low (int8). Tensor cores add products of e4m3 with 14 bits: every PROMOTE units (0:
 // never) sums are taken over in float32.
 //
+// The two warp groups share the tensor cores: where one is LAG units behind the other (0: as it comes), either makes
+// results of its sums while the other multiplies. GROUP times SHARE tiles of x (0: all) meet all rows of the weight
+// before the next do, so that L2 holds them.
+//
 // Constants: CODE (0: bfloat16, or float16 with HALF), RESULTS of INNER columns; WG_M, WG_N, M_TILES, COLUMNS
-// (16 SIXTEENS), X_BOX (rows of x that are copied, up to X_ROWS), STAGES, SPLIT, SHARE, PROMOTE, EXACT; GATED (0: no;
-// else the activation: silu 1, gelu 2, gelu_tanh 3, relu 4; the weight has RESULTS gate rows, then as many up rows,
-// and eights of either alternate in a tile); BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to row).
+// (16 SIXTEENS), X_BOX (rows of x that are copied, up to X_ROWS), STAGES, SPLIT, SHARE, LAG, GROUP, PROMOTE, EXACT;
+// GATED (0: no; else the activation: silu 1, gelu 2, gelu_tanh 3, relu 4; the weight has RESULTS gate rows, then as many
+// up rows, and eights of either alternate in a tile); BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to
+// row).
 #include "hopper.cuh"
 #include "sums.cuh"
 
@@ -30,6 +35,7 @@ constexpr int X_ROWS = 64 * M_TILES * WG_M, ROWS = COLUMNS * WG_N, VALUES = COLU
 constexpr int TOKENS = EXACT ? X_ROWS / 2 : X_ROWS;  // of a tile
 constexpr int TILE = ROWS / HALVES, TILES = (RESULTS + TILE - 1) / TILE, CLUSTER = SPLIT * SHARE;
 constexpr int UNITS = (INNER + UNIT - 1) / UNIT;
+static_assert(LAG == 0 || GROUPS == 2 && SPLIT == 1 && LAG < STAGES && LAG <= UNITS, "one behind the other in the ring");
 constexpr u32 X_SPACE = X_ROWS * ROW_BYTES, W_BYTES = ROWS * ROW_BYTES, STAGE_SPACE = X_SPACE + W_BYTES;
 constexpr u32 STAGE_BYTES = X_BOX * ROW_BYTES + W_BYTES, BARRIERS_AT = STAGES * STAGE_SPACE;
 // Scales of the tile's rows of the weight and what is added to them, of each warp group.
@@ -109,28 +115,7 @@ DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-DEVICE float low_half(u32 w) {
-#if HALF
-    float y;
-    asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(y) : "r"(w));
-    return y;
-#else
-    return __uint_as_float(w << 16);
-#endif
-}
-DEVICE float high_half(u32 w) { return low_half(w >> 16); }
-DEVICE float rounded(float x) { return low_half(pack(x, 0.0f)); }
-
-// As activation.cuh's, but for a faster division: here every thread has dozens.
-DEVICE float activate(float v) {
-    if (GATED == 1) return __fdividef(v, 1.0f + __expf(-v));
-    if (GATED == 2) return 0.5f * v * (1.0f + erff(v * 0.7071067811865476f));
-    if (GATED == 3) {
-        const float u = 0.7978845608028654f * (v + 0.044715f * v * v * v);
-        return 0.5f * v * (2.0f - 2.0f / (__expf(2.0f * u) + 1.0f));
-    }
-    return fmaxf(v, 0.0f);
-}
+#include "hopper_finish.cuh"
 
 struct Shared {
     u32 base;
@@ -149,7 +134,7 @@ struct Ring {
 };
 
 // What a block takes: items `first`, `first + step`, ..., which are a tile of rows of the weight and SHARE tiles of x,
-// those of one tile behind each other; of each, `units` units from `unit` on.
+// those of one tile (and of a group) behind each other; of each, `units` units from `unit` on.
 struct Work {
     int share, split, x_items, items, first, step, unit, units;
     int ahead;  // units that are copied before the kernel ahead in the stream has ended
@@ -161,8 +146,19 @@ struct Work {
         unit = UNITS * split / SPLIT, units = UNITS * (split + 1) / SPLIT - unit;
         ahead = first < items ? min(STAGES, units) : 0;
     }
-    DEVICE int tile(int item) const { return item / x_items; }
-    DEVICE int x_row(int item) const { return (item % x_items * SHARE + share) * X_ROWS; }
+    DEVICE int tile(int item) const {
+        if (!GROUP) return item / x_items;
+        const int group = item / (TILES * GROUP);
+        return (item - group * TILES * GROUP) / min(GROUP, x_items - group * GROUP);
+    }
+    DEVICE int x_row(int item) const {
+        int at = item % x_items;
+        if (GROUP) {
+            const int group = item / (TILES * GROUP);
+            at = group * GROUP + (item - group * TILES * GROUP) % min(GROUP, x_items - group * GROUP);
+        }
+        return (at * SHARE + share) * X_ROWS;
+    }
 };
 
 // A unit of a tile's rows of the weight.
@@ -194,96 +190,6 @@ DEVICE void copy(const Shared& shared, const Work& work, const TensorMap* weight
         }
     }
 }
-
-// What follows the sums of an item, of this thread: of each sixteen by sixteen, element 4 o + 2 h + e is row lane / 4 +
-// 8 h of x, row 8 o + 2 (lane % 4) + e of the weight.
-struct Finish {
-    u32 vectors;          // scales in shared memory, and behind them what is added
-    int tokens;
-    const u16* residual;
-    u16* out;
-    int row, n;           // the warp's first row of x; the warp group's first result
-    float x_scales[M_TILES][2];
-
-    DEVICE int token(int m, int h) const {
-        const int lane = threadIdx.x % 32, first = row + 64 * m;
-        return EXACT ? first / 2 + lane / 4 : first + lane / 4 + 8 * h;
-    }
-    DEVICE int column(int g, int o) const { return n + (GATED ? 8 * g : 16 * g + 8 * o) + threadIdx.x % 4 * 2; }
-
-    DEVICE void begin(int group, int tile, int x_row, const float* scales, const float* bias) {
-        row = x_row + (group / WG_N) * M_TILES * 64 + threadIdx.x / 32 % 4 * 16;
-        n = tile * TILE + group % WG_N * (COLUMNS / HALVES);
-        if (CODE == 0 && !BIAS) return;
-        named_sync(2 + group, 128);  // those of the item before are no longer needed
-        for (int i = threadIdx.x % 128; i < COLUMNS; i += 128) {
-            const int result = n + (GATED ? i / 16 * 8 + i % 8 : i);
-            const int at = result + (GATED && i & 8 ? RESULTS : 0);
-            const float scale = CODE && result < RESULTS ? __ldg(scales + at) : 1.0f;
-            const float add = BIAS && result < RESULTS ? __ldg(bias + at) : 0.0f;
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(vectors + 4 * i), "f"(scale) : "memory");
-            if (BIAS) asm volatile("st.shared.f32 [%0], %1;" ::"r"(vectors + VECTOR + 4 * i), "f"(add) : "memory");
-        }
-    }
-    DEVICE void begin_x(const float* scales) {
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                x_scales[m][h] = CODE && token(m, h) < tokens ? __ldcg(scales + token(m, h)) : 1.0f;
-    }
-    DEVICE void sums_are_there(int group) const {
-        if (CODE || BIAS) named_sync(2 + group, 128);
-    }
-
-    // Of sixteen by sixteen `g` of the rows of `m`: read ahead, so that many are under way.
-    DEVICE void load(u32 (&r)[2][2], int m, int g) const {
-        if (!RESIDUAL) return;
-#pragma unroll
-        for (int h = 0; h < (EXACT ? 1 : 2); ++h)
-#pragma unroll
-            for (int o = 0; o < 2 / HALVES; ++o)
-                r[h][o] = token(m, h) < tokens && column(g, o) < RESULTS
-                              ? *reinterpret_cast<const u32*>(residual + (long long)token(m, h) * R_ROW + column(g, o))
-                              : 0;
-    }
-
-    DEVICE void store(const float (&v)[8], const u32 (&r)[2][2], int m, int g, float first_scale, float second_scale) const {
-        float2 scale[2], add[2];
-#pragma unroll
-        for (int o = 0; o < 2; ++o) {
-            const u32 at = vectors + 4 * (16 * g + 8 * o + threadIdx.x % 4 * 2);
-            scale[o] = add[o] = make_float2(0.0f, 0.0f);
-            if (CODE) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scale[o].x), "=f"(scale[o].y) : "r"(at));
-            if (BIAS) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(add[o].x), "=f"(add[o].y) : "r"(at + VECTOR));
-        }
-#pragma unroll
-        for (int h = 0; h < (EXACT ? 1 : 2); ++h) {
-            const float x_scale = h ? second_scale : first_scale;
-            float y[2][2];
-#pragma unroll
-            for (int o = 0; o < 2; ++o)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float sum = v[4 * o + 2 * h + e];
-                    if (EXACT) sum = CODE == 1 ? sum + v[4 * o + 2 + e] * 0.0625f : sum * 256.0f + v[4 * o + 2 + e];
-                    y[o][e] = CODE ? sum * ((e ? scale[o].y : scale[o].x) * x_scale) : sum;
-                    if (BIAS) y[o][e] += e ? add[o].y : add[o].x;
-                }
-            if (GATED) {
-                // Rounded as the product's own result would be.
-#pragma unroll
-                for (int e = 0; e < 2; ++e) y[0][e] = activate(rounded(y[0][e])) * rounded(y[1][e]);
-            }
-#pragma unroll
-            for (int o = 0; o < 2 / HALVES; ++o) {
-                if (RESIDUAL) y[o][0] += low_half(r[h][o]), y[o][1] += high_half(r[h][o]);
-                if (token(m, h) < tokens && column(g, o) < RESULTS)
-                    *reinterpret_cast<u32*>(out + (long long)token(m, h) * RESULTS + column(g, o)) = pack(y[o][0], y[o][1]);
-            }
-        }
-    }
-};
 
 DEVICE void pin(int& value) { asm volatile("" : "+r"(value)::"memory"); }
 DEVICE void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
@@ -317,6 +223,8 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) sum[m][i] = 0.0f;
         constexpr int RUN = PROMOTE ? PROMOTE : UNITS;
+        const bool leads = LAG && group == 0 && item == work.first;
+        if (LAG && group == 1 && item == work.first) named_sync(4, THREADS);
         for (int begin = 0; begin < work.units; begin += RUN) {
             u32 last = STAGES;  // stage whose products are under way
             const int end = min(begin + RUN, work.units);
@@ -331,6 +239,7 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
                     for (int m = 0; m < M_TILES; ++m)
                         multiply(part[m], a + (m * 64 * ROW_BYTES >> 4) + 2 * k, b + 2 * k, k > 0 || i > begin);
                 product_commit();
+                if (LAG && leads && i == LAG - 1) named_arrive(4, THREADS);
                 product_wait<1>();
                 if (last < STAGES) release(last);
                 last = ring.stage;
@@ -347,21 +256,7 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
         auto value = [&](int m, int i) { return PROMOTE ? sum[PROMOTE ? m : 0][PROMOTE ? i : 0] : float(part[m][i]); };
         finish.sums_are_there(group);
         if (SPLIT == 1) {
-#pragma unroll
-            for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-                for (int first = 0; first < SIXTEENS; first += 4) {
-                    u32 r[4][2][2];
-#pragma unroll
-                    for (int g = first; g < first + 4 && g < SIXTEENS; ++g) finish.load(r[g - first], m, g);
-#pragma unroll
-                    for (int g = first; g < first + 4 && g < SIXTEENS; ++g) {
-                        float v[8];
-#pragma unroll
-                        for (int i = 0; i < 8; ++i) v[i] = value(m, 8 * g + i);
-                        finish.store(v, r[g - first], m, g, finish.x_scales[m][0], finish.x_scales[m][1]);
-                    }
-                }
+            finish.all(value);
             continue;
         }
         // A thread's sums of sixteen by sixteen: two fours, each beside its neighbours'.
@@ -380,7 +275,7 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
         cluster_sync();
 #pragma unroll
         for (int first = 0; first < OWN; first += 2) {
-            u32 r[2][2][2];
+            u32 r[2][EIGHTS_OF_SIXTEEN][2];
             float4 w[2][SPLIT][2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -413,8 +308,10 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
                         v[4 * four + 2] += from.z, v[4 * four + 3] += from.w;
                     }
                 const bool second = M_TILES > 1 && m > 0;
-                finish.store(v, r[i], m, g % SIXTEENS, second ? finish.x_scales[M_TILES - 1][0] : finish.x_scales[0][0],
-                             second ? finish.x_scales[M_TILES - 1][1] : finish.x_scales[0][1]);
+                u32 results[EIGHTS_OF_SIXTEEN][2];
+                finish.round(results, v, r[i], g % SIXTEENS, finish.x_scales[second ? M_TILES - 1 : 0][0],
+                             finish.x_scales[second ? M_TILES - 1 : 0][1]);
+                finish.store(results, m, g % SIXTEENS);
             }
         }
     }

@@ -19,7 +19,15 @@ from pelton.kernels.launch import (
     workspace,
 )
 from pelton.kernels.linear.packed import X_CODES
-from pelton.kernels.linear.products import Form, Product, aligned, gemm, normed_workspace, supports_dense
+from pelton.kernels.linear.products import (
+    Form,
+    Launches,
+    Product,
+    aligned,
+    gemm,
+    normed_workspace,
+    supports_dense,
+)
 from pelton.kernels.linear.rows8 import LAYOUT, supports_rows8, unpacked, unpacked_bytes
 from pelton.kernels.linear.tiles import PROCESSORS
 from pelton.kernels.tactic import NodeSpec, Tactic
@@ -44,7 +52,7 @@ class ProductTiles:
 
     Warp groups along rows of x and of the weight; of each, ``m_tiles`` of 64 rows by ``columns`` rows of the
     weight; blocks that share columns and those that share rows of the weight; units between additions in
-    float32, 0: none.
+    float32, 0: none; units by which one warp group is behind the other; tiles of x in a group, 0: no groups.
     """
 
     wg_m: int
@@ -54,6 +62,8 @@ class ProductTiles:
     split: int = 1
     share: int = 1
     promote: int = 0
+    lag: int = 0
+    group: int = 0
 
     @property
     def x_rows(self) -> int:
@@ -166,6 +176,8 @@ def products(
             "SPLIT": tiles.split,
             "SHARE": tiles.share,
             "PROMOTE": tiles.promote,
+            "LAG": min(tiles.lag, -(-p.k // unit)),
+            "GROUP": tiles.group // tiles.share,
             "EXACT": int(exact),
             "GATED": _ACTIVATIONS[p.kind],
             "BIAS": int(bias),
@@ -206,8 +218,10 @@ def scaled_cublaslt(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, 
 
 #: Rows of codes, one a token or two, of the largest steps that have tiles of their own.
 CODE_STEPS, EXACT_STEPS = (64, 128, 256, 512), (64, 128, 256, 512)
-#: The same of weights of 16 bits: beyond, cuBLASLt is as fast. Gated, it needs a pass more.
-DENSE_STEPS, GATED_STEPS = (64, 128), (64, 128, 256, 512)
+#: The same of weights of 16 bits: beyond, cuBLASLt is as fast. Gated, it needs a pass more: any number.
+DENSE_STEPS, GATED_STEPS = (64, 128), (64, 128, 256, 512, 0)
+#: Tiles of steps of more tokens.
+MANY = ProductTiles(2, 1, 1, 256, share=2, lag=2, group=16)
 
 
 def product_tiles(n: int, k: int, x_rows: int, gated: bool, quant: str, *, exact: bool) -> ProductTiles:
@@ -234,6 +248,12 @@ def product_tiles(n: int, k: int, x_rows: int, gated: bool, quant: str, *, exact
 # ---- Tactics ----
 
 
+def _reached(p: Product) -> bool:
+    """Whether rows lie as tensor copies want them, and the residual's in whole 16 bytes."""
+    residual = None if p.form.residual is None else p.call.input(p.form.residual)
+    return p.copies() and (residual is None or residual.strides[0] % 8 == 0)
+
+
 def supports_codes(form: Form, node: NodeSpec) -> bool:
     """Rows of the weight in eights, besides what the layout asks for."""
     weight = node.inputs[1]
@@ -256,7 +276,7 @@ def product_tactics(op: str, form: Form) -> list[Tactic]:
 
         def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
             p = Product(form, call, max_tokens)
-            if not p.copies():
+            if not _reached(p):
                 return unpacked(form, call, max_tokens)
             if cublas:
                 return scaled_cublaslt(form, call, max_tokens)
@@ -316,16 +336,19 @@ def supports_dense_products(form: Form, node: NodeSpec) -> bool:
 def dense_tactics(op: str, form: Form) -> list[Tactic]:
     """The tactics of ``op`` for weights of 16 bits, where cuBLASLt leaves something to gain."""
 
-    def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-        p = Product(form, call, max_tokens)
-        if not p.copies():
-            return gemm(form, call, max_tokens)
-        tiles = product_tiles(p.n, 2 * p.k, max_tokens, form.gated, "", exact=False)
-        return products(form, call, tiles, max_tokens)
+    def launches_up_to(largest: int) -> Launches:
+        def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+            p = Product(form, call, max_tokens)
+            if not _reached(p):
+                return gemm(form, call, max_tokens)
+            tiles = product_tiles(p.n, 2 * p.k, max_tokens, form.gated, "", exact=False) if largest else MANY
+            return products(form, call, tiles, max_tokens)
+
+        return launches
 
     return [
         Tactic(
-            name=f"cuda.{op}.hopper_tiles{m}",
+            name=f"cuda.{op}.hopper_tiles{m or ''}",
             op=op,
             device="cuda",
             supports=lambda node: supports_dense_products(form, node),
@@ -334,7 +357,7 @@ def dense_tactics(op: str, form: Form) -> list[Tactic]:
             sm=90,
             largest_tokens=m,
             workspace=normed_workspace(form),
-            launches=launches,
+            launches=launches_up_to(m),
         )
         for i, m in enumerate(GATED_STEPS if form.gated else DENSE_STEPS)
     ]
