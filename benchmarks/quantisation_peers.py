@@ -187,11 +187,19 @@ def _gptqmodel(method: str) -> Callable[[Path, Path, Any, int], None]:
         model = gptqmodel.GPTQModel.load(str(base), config, dtype=torch.float32)
         rows = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in ids]
         model.quantize(rows, batch_size=1)
+        _mend_rope(model.model.config)
         model.save(str(out))
         os.cpu_count = count
         _copy_tokenizer(base, out)
 
     return run
+
+
+def _mend_rope(config: Any) -> None:
+    """Gemma's rotary parameters by kind of layer, without what GPTQModel added beside them: saving checks."""
+    given = getattr(config, "rope_parameters", None)
+    if isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()):
+        config.rope_parameters = {kind: value for kind, value in given.items() if isinstance(value, dict)}
 
 
 #: Tool -> method -> what quantises a folder into another with calibration tokens, in groups of a size.
