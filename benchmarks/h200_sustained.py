@@ -33,7 +33,7 @@ from pelton.ir.tensors import f32_to_bf16
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.gpu.driver import Event, Function, Graph, LaunchConfig, capture, launch
 from pelton.kernels.launch import LaunchSpec
-from pelton.kernels.linear.hopper_products import MANY, products
+from pelton.kernels.linear.hopper_products import many_tiles, products
 from pelton.kernels.linear.products import Form, cublaslt
 from pelton.kernels.linear.tiles import PROCESSORS
 from pelton.kernels.tactic import Tactic, all_tactics
@@ -184,7 +184,9 @@ def load_of(kind: str, tokens: int) -> Load:
         case "zeros":
             return Load("gate and up, cuBLASLt, zeros", tokens, {GATE_UP: bare}, zeros=True)
         case "tiles":
-            ours = Chosen(tactic, products(Form(gated=True), call, MANY, tokens), nbytes)
+            ours = Chosen(
+                tactic, products(Form(gated=True), call, many_tiles(2 * GATE_UP[1], 0), tokens), nbytes
+            )
             return Load("gate, up and activation, hopper_products.cu", tokens, {GATE_UP: ours})
         case "prefill-cublaslt":
             found = {op: with_cublaslt(op, tokens) for op in STEP}

@@ -8,24 +8,21 @@ from dataclasses import replace
 import pytest
 
 from pelton.kernels.launch import (
-    COUNTER_BYTES,
     CallSpec,
     CudaSource,
     KernelSource,
     LaunchSpec,
-    MatmulSpec,
     OperandSpec,
 )
 from pelton.kernels.linear.hopper_products import (
-    MANY,
     ProductTiles,
     code_bytes,
     code_rows,
     dense_tactics,
+    many_tiles,
     product_tactics,
     product_tiles,
     products,
-    scaled_cublaslt,
 )
 from pelton.kernels.linear.products import Form
 from pelton.kernels.linear.tiles import PROCESSORS
@@ -100,19 +97,6 @@ def test_boxes_of_gate_and_up_alternate_by_eights() -> None:
     assert x.map.box == (128, 128)
 
 
-@pytest.mark.parametrize("form", FORMS[:3])
-def test_many_tokens_are_cublaslt_s_with_scales_behind_the_codes(form: Form) -> None:
-    quantise, product = scaled_cublaslt(form, call(512, 256, form), 1000)
-    assert isinstance(quantise, LaunchSpec)
-    assert isinstance(product, MatmulSpec)
-    assert (product.n, product.k, product.x_row, product.dtype) == (512, 256, 256, "float8_e4m3fn")
-    assert product.weight_scales is not None
-    assert product.weight_scales.offset == 512 * 256
-    assert product.x_scales is not None
-    assert product.x_scales.offset == COUNTER_BYTES + 1000 * 256
-    assert (product.residual is not None) == (form.residual is not None)
-
-
 def test_dense_rows_are_copied_from_where_they_lie() -> None:
     rows = OperandSpec(dtype="bfloat16", shape=("T", 200), strides=(600, 1))
     dense = OperandSpec(dtype="bfloat16", shape=(64, 200), strides=(200, 1))
@@ -149,7 +133,7 @@ def test_codes_are_taken_where_they_are_asked_for() -> None:
     assert not taken(node("fp8_row", "int8"))
     assert not taken(node("fp8_row", "fp8", n=33))
     fp8 = taken(node("fp8_row", "fp8"))
-    assert {"rows8_codes64.fp8", "rows8_codes_cublaslt.fp8"} <= fp8
+    assert {"rows8_codes64.fp8", "rows8_codes.fp8"} <= fp8
     assert all(name.endswith(".fp8") for name in fp8)
     assert all(name.endswith(".int8") for name in taken(node("int8_row", "int8")))
 
@@ -159,13 +143,21 @@ def dense(n: int, k: int, form: Form) -> CallSpec:
     return replace(coded := call(n, k, form), inputs=(coded.inputs[0], weight, *coded.inputs[2:]))
 
 
-def test_many_tokens_have_one_warp_group_behind_the_other_within_the_ring() -> None:
+@pytest.mark.parametrize("largest", [640, 768, 1024, 0])
+def test_tiles_of_many_tokens_fit(largest: int) -> None:
     form = Form(gated=True)
-    for k in (64, 128, 4096):
-        (product,) = products(form, dense(14336, k, form), MANY, 8192)
+    for n, k in ((14336, 4096), (11008, 4096), (1536, 576), (8, 64), (64, 128)):
+        (product,) = products(form, dense(n, k, form), many_tiles(2 * n, largest), largest or 8192)
         assert isinstance(product, LaunchSpec)
         assert isinstance(product.kernel, CudaSource)
         assert product.kernel.shared <= SHARED
         constants = dict(product.kernel.constants)
-        assert constants["LAG"] < constants["STAGES"]
-        assert constants["LAG"] <= -(-k // 64)
+        assert constants["COLUMNS"] % (16 * constants["SHARE"]) == 0
+
+
+def test_tiles_of_many_tokens_leave_few_multiprocessors_idle() -> None:
+    for largest, tokens in ((640, 640), (768, 768), (1024, 1024), (0, 2048), (0, 8192)):
+        tiles = many_tiles(28672, largest)
+        clusters = PROCESSORS // tiles.share
+        items = -(-28672 // tiles.columns) * -(-tokens // (128 * tiles.share))
+        assert 28672 * tokens / (-(-items // clusters) * tiles.columns * 128 * PROCESSORS) > 0.95

@@ -14,12 +14,10 @@
 // low / 16 (e4m3), 256 high + low (int8). Tensor cores add products of e4m3 with 14 bits: every PROMOTE units (0:
 // never) sums are taken over in float32.
 //
-// The two warp groups share the tensor cores: where one is LAG units behind the other (0: as it comes), either makes
-// results of its sums while the other multiplies. GROUP times SHARE tiles of x (0: all) meet all rows of the weight
-// before the next do, so that L2 holds them.
+// GROUP times SHARE tiles of x (0: all) meet all rows of the weight before the next do, so that L2 holds them.
 //
 // Constants: CODE (0: bfloat16, or float16 with HALF), RESULTS of INNER columns; WG_M, WG_N, M_TILES, COLUMNS
-// (16 SIXTEENS), X_BOX (rows of x that are copied, up to X_ROWS), STAGES, SPLIT, SHARE, LAG, GROUP, PROMOTE, EXACT;
+// (16 SIXTEENS), X_BOX (rows of x that are copied, up to X_ROWS), STAGES, SPLIT, SHARE, GROUP, PROMOTE, EXACT;
 // GATED (0: no; else the activation: silu 1, gelu 2, gelu_tanh 3, relu 4; the weight has RESULTS gate rows, then as many
 // up rows, and eights of either alternate in a tile); BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to
 // row).
@@ -35,7 +33,6 @@ constexpr int X_ROWS = 64 * M_TILES * WG_M, ROWS = COLUMNS * WG_N, VALUES = COLU
 constexpr int TOKENS = EXACT ? X_ROWS / 2 : X_ROWS;  // of a tile
 constexpr int TILE = ROWS / HALVES, TILES = (RESULTS + TILE - 1) / TILE, CLUSTER = SPLIT * SHARE;
 constexpr int UNITS = (INNER + UNIT - 1) / UNIT;
-static_assert(LAG == 0 || GROUPS == 2 && SPLIT == 1 && LAG < STAGES && LAG <= UNITS, "one behind the other in the ring");
 constexpr u32 X_SPACE = X_ROWS * ROW_BYTES, W_BYTES = ROWS * ROW_BYTES, STAGE_SPACE = X_SPACE + W_BYTES;
 constexpr u32 STAGE_BYTES = X_BOX * ROW_BYTES + W_BYTES, BARRIERS_AT = STAGES * STAGE_SPACE;
 // Scales of the tile's rows of the weight and what is added to them, of each warp group.
@@ -223,8 +220,6 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) sum[m][i] = 0.0f;
         constexpr int RUN = PROMOTE ? PROMOTE : UNITS;
-        const bool leads = LAG && group == 0 && item == work.first;
-        if (LAG && group == 1 && item == work.first) named_sync(4, THREADS);
         for (int begin = 0; begin < work.units; begin += RUN) {
             u32 last = STAGES;  // stage whose products are under way
             const int end = min(begin + RUN, work.units);
@@ -239,7 +234,6 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
                     for (int m = 0; m < M_TILES; ++m)
                         multiply(part[m], a + (m * 64 * ROW_BYTES >> 4) + 2 * k, b + 2 * k, k > 0 || i > begin);
                 product_commit();
-                if (LAG && leads && i == LAG - 1) named_arrive(4, THREADS);
                 product_wait<1>();
                 if (last < STAGES) release(last);
                 last = ring.stage;

@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pelton.dtypes import ITEMSIZE
-from pelton.kernels.gpu_rows8 import scales_at
 from pelton.kernels.launch import (
-    Argument,
     CallSpec,
     CudaBuilder,
     LaunchSpec,
-    MatmulSpec,
     TensorMap,
     Term,
     Work,
     rows,
-    workspace,
 )
 from pelton.kernels.linear.packed import X_CODES
 from pelton.kernels.linear.products import (
@@ -52,7 +48,7 @@ class ProductTiles:
 
     Warp groups along rows of x and of the weight; of each, ``m_tiles`` of 64 rows by ``columns`` rows of the
     weight; blocks that share columns and those that share rows of the weight; units between additions in
-    float32, 0: none; units by which one warp group is behind the other; tiles of x in a group, 0: no groups.
+    float32, 0: none; tiles of x in a group, 0: no groups.
     """
 
     wg_m: int
@@ -62,7 +58,6 @@ class ProductTiles:
     split: int = 1
     share: int = 1
     promote: int = 0
-    lag: int = 0
     group: int = 0
 
     @property
@@ -176,7 +171,6 @@ def products(
             "SPLIT": tiles.split,
             "SHARE": tiles.share,
             "PROMOTE": tiles.promote,
-            "LAG": min(tiles.lag, -(-p.k // unit)),
             "GROUP": tiles.group // tiles.share,
             "EXACT": int(exact),
             "GATED": _ACTIVATIONS[p.kind],
@@ -193,35 +187,14 @@ def products(
     return *before, launch
 
 
-def scaled_cublaslt(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-    """For many tokens, of e4m3: x as codes, and cuBLASLt's product, which scales rows. Not gated."""
-    p = Product(form, call, max_tokens)
-    before, scales = quantised(p, exact=False)
-    product = MatmulSpec(
-        n=p.n,
-        k=p.k,
-        x_row=p.k,
-        dtype="float8_e4m3fn",
-        out_dtype=call.outputs[0].dtype,
-        x=workspace(0),
-        weight=Argument("input", index=1),
-        out=Argument("output"),
-        residual=None if form.residual is None else Argument("input", index=form.residual),
-        residual_row=0 if form.residual is None else call.input(form.residual).strides[0],
-        x_scales=workspace(scales),
-        weight_scales=Argument("input", index=1, offset=scales_at((p.n, p.k))),
-    )
-    return before, product
-
-
 # ---- Tiles ----
 
 #: Rows of codes, one a token or two, of the largest steps that have tiles of their own.
-CODE_STEPS, EXACT_STEPS = (64, 128, 256, 512), (64, 128, 256, 512)
-#: The same of weights of 16 bits: beyond, cuBLASLt is as fast. Gated, it needs a pass more: any number.
-DENSE_STEPS, GATED_STEPS = (64, 128), (64, 128, 256, 512, 0)
-#: Tiles of steps of more tokens.
-MANY = ProductTiles(2, 1, 1, 256, share=2, lag=2, group=16)
+CODE_STEPS, EXACT_STEPS = (64, 128, 256, 512, 768, 1024, 0), (64, 128, 256, 512)
+#: The same of weights of 16 bits: beyond, cuBLASLt is as fast. Gated, it needs a pass more: any number (0).
+DENSE_STEPS, GATED_STEPS = (64, 128), (64, 128, 256, 512, 640, 768, 1024, 0)
+#: Tokens of the steps that tiles of many rows are chosen for, by the largest step; 2048 are the usual chunk.
+_MANY = {640: (640,), 768: (768,), 1024: (1024,), 0: (1536, 2048, 2048, 8192)}
 
 
 def product_tiles(n: int, k: int, x_rows: int, gated: bool, quant: str, *, exact: bool) -> ProductTiles:
@@ -245,6 +218,24 @@ def product_tiles(n: int, k: int, x_rows: int, gated: bool, quant: str, *, exact
     return ProductTiles(wg_m, wg_n, 1, columns, split, 2 if shared else 1, promote)
 
 
+def many_tiles(stacked: int, largest: int) -> ProductTiles:
+    """For steps of hundreds to thousands of tokens, up to ``largest``: 128 rows by some 256 of ``stacked``.
+
+    By how many of them multiprocessors take one after another, and that narrow ones read more. Clusters of
+    two save 8 % where power is the limit (measured).
+    """
+
+    def cost(columns: int, share: int) -> float:
+        items = [-(-stacked // columns) * -(-tokens // (128 * share)) for tokens in _MANY[largest]]
+        rounds = (-(-i * share // PROCESSORS) for i in items)
+        each = ((columns + 16) * r / tokens for r, tokens in zip(rounds, _MANY[largest], strict=True))
+        return sum(each) * (1.0 if share == 2 else 1.08)
+
+    tiles = ((256, 2), (224, 2), (192, 2), (256, 1), (240, 1), (224, 1), (208, 1), (192, 1))
+    columns, share = min(tiles, key=lambda c: cost(*c))
+    return ProductTiles(2, 1, 1, columns, share=share, group=16)
+
+
 # ---- Tactics ----
 
 
@@ -264,24 +255,24 @@ def supports_codes(form: Form, node: NodeSpec) -> bool:
 def product_tactics(op: str, form: Form) -> list[Tactic]:
     """The tactics of ``op``."""
 
-    def made(name: str, codes: str, largest: int, priority: int, cublas: bool = False) -> Tactic:
+    def made(name: str, codes: str, largest: int, priority: int) -> Tactic:
         """``codes``: type of the input's codes; "": exact."""
 
         def supports(node: NodeSpec) -> bool:
             weight = node.inputs[1]
             assert weight is not None
             wanted = not codes or X_CODES.get(weight.quant) == node.activations == codes
-            bare = not form.gated and node.inputs[2] is None and int(weight.shape[0]) % 16 == 0
-            return wanted and supports_codes(form, node) and (bare or not cublas)
+            return wanted and supports_codes(form, node)
 
         def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
             p = Product(form, call, max_tokens)
             if not _reached(p):
                 return unpacked(form, call, max_tokens)
-            if cublas:
-                return scaled_cublaslt(form, call, max_tokens)
-            x_rows = code_rows(max_tokens, not codes)
-            tiles = product_tiles(p.n, p.k, x_rows, form.gated, p.weight.quant, exact=not codes)
+            if codes and largest in _MANY:
+                tiles = many_tiles(int(p.weight.shape[0]), largest)
+            else:
+                x_rows = code_rows(max_tokens, not codes)
+                tiles = product_tiles(p.n, p.k, x_rows, form.gated, p.weight.quant, exact=not codes)
             return products(form, call, tiles, max_tokens, exact=not codes)
 
         def nbytes(node: NodeSpec, max_tokens: int) -> int:
@@ -307,12 +298,10 @@ def product_tactics(op: str, form: Form) -> list[Tactic]:
     return [
         *(made(f"rows8_exact{m // 2}", "", m // 2, 36 - i) for i, m in enumerate(EXACT_STEPS)),
         *(
-            made(f"rows8_codes{m or ''}.{code}", code, m, 44 - i if m else 39)
-            for i, m in enumerate((*CODE_STEPS, 0))
+            made(f"rows8_codes{m or ''}.{code}", code, m, 46 - i)
+            for i, m in enumerate(CODE_STEPS)
             for code in ("int8", "fp8")
         ),
-        # Gated, the activation would be a pass of its own.
-        made("rows8_codes_cublaslt.fp8", "fp8", 0, 40, cublas=True),
     ]
 
 
@@ -341,7 +330,10 @@ def dense_tactics(op: str, form: Form) -> list[Tactic]:
             p = Product(form, call, max_tokens)
             if not _reached(p):
                 return gemm(form, call, max_tokens)
-            tiles = product_tiles(p.n, 2 * p.k, max_tokens, form.gated, "", exact=False) if largest else MANY
+            if largest in _MANY:
+                tiles = many_tiles(2 * p.n, largest)
+            else:
+                tiles = product_tiles(p.n, 2 * p.k, max_tokens, form.gated, "", exact=False)
             return products(form, call, tiles, max_tokens)
 
         return launches
