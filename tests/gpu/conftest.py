@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,10 +133,28 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path, request.param
 
 
-@pytest.fixture(scope="session", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+#: Heads and columns that every kernel of sm_90 takes.
+WIDE = CONFIG | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "vocab_size": 504}
+#: Name -> shape, type of the checkpoint's matrices, what is asked of the build besides.
+DETERMINISTIC: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "bfloat16": (CONFIG, "bfloat16", {}),
+    "wide": (WIDE, "bfloat16", {}),
+    "fp8": (WIDE, "fp8_row", {"dtype": "bfloat16", "activations": "fp8"}),
+    "int8": (WIDE, "int8_row", {"dtype": "bfloat16"}),
+    "int4": (WIDE, "int4_g128", {"dtype": "bfloat16"}),
+    "float32": (CONFIG, "float32", {}),
+}
+_QUICK = ("bfloat16", "wide", "fp8")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[n if n in _QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DETERMINISTIC],
+)
 def deterministic_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One whose answers do not depend on the batch."""
+    shape, dtype, how = DETERMINISTIC[request.param]
     path = tmp_path_factory.mktemp("engines") / "deterministic.engine"
-    config = BuildConfig(target="cuda", max_batch_size=40, max_num_tokens=300, deterministic=True)
-    build(RandomCheckpoint(CONFIG, quant=request.param), config, output=path)
+    config = BuildConfig(target="cuda", max_batch_size=40, max_num_tokens=300, deterministic=True, **how)
+    build(RandomCheckpoint(shape, quant=dtype), config, output=path)
     return path

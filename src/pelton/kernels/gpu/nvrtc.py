@@ -41,6 +41,8 @@ def available() -> bool:
 def compile_file(file: str, architecture: str, constants: Iterable[tuple[str, int]]) -> bytes:
     """The cubin of ``file`` (below ``pelton/kernels``) for ``architecture`` (sm_90a); ``constants``: macros.
 
+    For a virtual architecture (compute_80) its PTX, which engines do not have.
+
     Raises ``BuildError`` with the compiler's first error, ``MissingDependencyError``.
     """
     lib, program = library(), C.c_void_p()
@@ -57,6 +59,8 @@ def compile_file(file: str, architecture: str, constants: Iterable[tuple[str, in
             lines = [line.strip() for line in log.strip("\0").splitlines() if line.strip()]
             error = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
             raise BuildError(f"the kernel {file} does not compile for {architecture}: {error}")
+        if architecture.startswith("compute_"):
+            return _text(lib.nvrtcGetPTXSize, lib.nvrtcGetPTX, program)
         return _text(lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN, program)
     finally:
         lib.nvrtcDestroyProgram(C.byref(program))

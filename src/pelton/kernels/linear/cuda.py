@@ -1,5 +1,6 @@
 """Products on NVIDIA GPUs (``products.py``, ``packed.py``)."""
 
+from pelton.kernels.linear.hopper_invariant import invariant_tactics
 from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
 from pelton.kernels.linear.packed_few import few_tactics
@@ -18,4 +19,5 @@ TACTICS = [
     *rows8_tactics("linear", FORM),
     *product_tactics("linear", FORM),
     *dense_tactics("linear", FORM),
+    *invariant_tactics("linear", FORM),
 ]

@@ -63,8 +63,11 @@ def supports_few(form: Form, node: NodeSpec) -> bool:
     return supports_rows8(form, node) and (form.norm is None or int(weight.shape[1]) <= MOST_NORMED)
 
 
-def unpacked(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-    """The weight as dense rows into the workspace, and a product there: cuBLASLt's where it can."""
+def unpacked(form: Form, call: CallSpec, max_tokens: int, *, invariant: bool = False) -> tuple[Work, ...]:
+    """The weight as dense rows into the workspace, and a product there: cuBLASLt's where it can.
+
+    ``invariant``: by the kernel whose tiles are the same in every step.
+    """
     p = Product(form, call, max_tokens)
     stacked = int(p.weight.shape[0])
     b = Builder(call, UNPACK, "unpack_rows").input("weight", 1).workspace("out", p.scratch, dtype=p.x.dtype)
@@ -73,7 +76,7 @@ def unpacked(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
     grid = (Term(times=-(-p.k // _TILE[1])),), (Term(times=-(-stacked // _TILE[0])),)
     dense = b.launch(*grid, num_warps=4)
     # Gated, the second half of cuBLASLt's row must be aligned as pointers of the kernel behind it are.
-    if call.inputs[2] is None and (not form.gated or stacked % 32 == 0):
+    if not invariant and call.inputs[2] is None and (not form.gated or stacked % 32 == 0):
         used = _dense_bytes(p.x.dtype, stacked, p.k)
         return dense, *cublaslt(form, call, max_tokens, workspace(p.scratch), used)
     return dense, *gemm(form, call, max_tokens, unpacked=p.scratch)

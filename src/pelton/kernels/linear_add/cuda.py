@@ -1,5 +1,6 @@
 """Products that are added to a residual, on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
+from pelton.kernels.linear.hopper_invariant import invariant_tactics
 from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
 from pelton.kernels.linear.packed_few import few_tactics
@@ -18,4 +19,5 @@ TACTICS = [
     *rows8_tactics("linear_add", FORM),
     *product_tactics("linear_add", FORM),
     *dense_tactics("linear_add", FORM),
+    *invariant_tactics("linear_add", FORM),
 ]
