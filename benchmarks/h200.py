@@ -153,7 +153,8 @@ def main() -> None:
     args = parser.parse_args()
     quant = QUANTS.get(args.quant, args.quant)
     table = TABLES.get(quant, dict.fromkeys(TABLE, (None, None, None)))
-    args.engine = args.engine or Path(f".cache/llama-8b-shape-{quant}.engine")
+    kind = "-deterministic" if args.deterministic else ""
+    args.engine = args.engine or Path(f".cache/llama-8b-shape-{quant}{kind}.engine")
     if not args.engine.exists():
         args.engine.parent.mkdir(parents=True, exist_ok=True)
         config = pelton.BuildConfig(

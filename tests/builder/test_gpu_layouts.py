@@ -46,17 +46,31 @@ def test_codes_with_a_scale_a_row_lie_in_rows_on_sm_90(quant: str, tmp_path: Pat
         assert by_step[-1][0] == 128 and all("rows8" in name for _, name in by_step)
 
 
+@pytest.mark.parametrize("activations", ["fp8", "bfloat16"])
+def test_deterministic_engines_have_them_in_rows_too(activations: str, tmp_path: Path) -> None:
+    """Inputs are codes in every step, or in none."""
+    checkpoint = RandomCheckpoint(CONFIG, quant=of_layers("fp8_row"))
+    engine = built(
+        tmp_path / "e", checkpoint, max_num_tokens=128, deterministic=True, activations=activations
+    )
+    assert layouts(engine) == {"bfloat16": {"rows"}, "fp8_row": {"rows8"}}
+    ending = ".fp8" if activations == "fp8" else ""
+    for instruction in engine.plan.instructions:
+        names = [c.tactic.split(".", 2)[-1] for c in instruction.tactics]
+        if any("rows8" in name for name in names):
+            assert names == [f"rows8_invariant{m}{ending}" for m in (8, 32, 64, 128)]
+
+
 @pytest.mark.parametrize(
     ("quant", "settings"),
     [
         (of_layers("fp8_row"), {"target": "sm_80"}),
         (of_layers("fp8_row"), {"target": "sm_89"}),
-        (of_layers("fp8_row"), {"deterministic": True}),
         (of_layers("int8_g64"), {}),
         # A table of embeddings that is the head too: rows of it are looked up.
         (lambda name: "fp8_row" if "embed" in name else "bfloat16", {}),
     ],
-    ids=["sm_80", "sm_89", "deterministic", "groups", "tied"],
+    ids=["sm_80", "sm_89", "groups", "tied"],
 )
 def test_other_weights_of_codes_lie_in_the_order_of_fragments(
     quant: Callable[[str], str], settings: dict[str, object], tmp_path: Path

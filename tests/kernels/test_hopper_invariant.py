@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import pytest
 
 from pelton.kernels.launch import CallSpec, CudaSource, LaunchSpec, OperandSpec
-from pelton.kernels.linear.hopper_invariant import CODE_STEPS, STEPS, invariant_tactics, whole_tiles
+from pelton.kernels.linear.hopper_invariant import CODE_STEPS, STEPS, invariant_tactics, step_tiles
+from pelton.kernels.linear.hopper_products import code_rows, products
 from pelton.kernels.linear.products import Form
 from pelton.kernels.linear.tiles import PROCESSORS
 from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec
@@ -54,6 +56,19 @@ def taken(op: str, spec: CallSpec, activations: str = "bfloat16") -> list[Tactic
     return sorted(found, key=lambda t: t.order)
 
 
+def parts(constants: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """The units of columns that have a sum each, in the order in which these are added."""
+    unit = 128 if constants["CODE"] else 64
+    units = -(-constants["INNER"] // unit)
+    split, run = constants["SPLIT"], constants["PROMOTE"]
+    found = []
+    for block in range(split):
+        begin, end = units * block // split, units * (block + 1) // split
+        assert split == 1 or not run, "sums of sums"
+        found += [(i, min(i + run, end)) for i in range(begin, end, run)] if run else [(begin, end)]
+    return found
+
+
 @pytest.mark.parametrize("op", FORMS)
 @pytest.mark.parametrize(
     ("quant", "activations"),
@@ -82,12 +97,12 @@ def test_every_step_adds_up_in_the_same_order(op: str, quant: str, activations: 
             orders.add(
                 (
                     product.kernel.file,
-                    *(constants[name] for name in ("CODE", "EXACT", "SPLIT", "PROMOTE", "INNER", "GATED")),
+                    tuple(parts(constants)),
+                    *(constants[name] for name in ("CODE", "EXACT", "INNER", "GATED")),
                     *(work.kernel for work in before if isinstance(work, LaunchSpec)),
                 )
             )
         assert len(orders) == 1
-        assert next(iter(orders))[3] == 1, "whole columns"
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -96,15 +111,25 @@ def test_every_step_adds_up_in_the_same_order(op: str, quant: str, activations: 
     ("quant", "exact"), [("", False), ("fp8_row", False), ("fp8_row", True), ("int8_row", True)]
 )
 def test_tiles_fit_and_fill_the_gpu(n: int, k: int, gated: bool, quant: str, exact: bool) -> None:
-    for rows in (1, 8, 16, 32, 64, 65, 128, 256, 512, 2048, 8192):
-        tiles = whole_tiles(n, rows, gated, quant, exact=exact)
-        assert tiles.split == 1
-        sums = 128 * tiles.wg_m * tiles.wg_n * tiles.columns // 2 * (2 if tiles.promote else 1)
+    form = Form(gated=gated)
+    rows = 2 * n if gated else n
+    for tokens in (1, 8, 16, 32, 64, 65, 128, 256, 512, 2048, 8192):
+        x_rows = code_rows(tokens, exact) if quant else tokens
+        item = 1 if quant else 2
+        tiles = step_tiles(rows, k, item, x_rows, gated=gated, quant=quant, exact=exact)
+        *_, product = products(form, call(form, n, k, quant), tiles, tokens, exact=exact)
+        assert isinstance(product, LaunchSpec)
+        assert isinstance(product.kernel, CudaSource)
+        assert product.kernel.shared <= SHARED
+        assert dict(product.kernel.constants)["STAGES"] >= 3
+        assert tiles.split == 1 or tiles.share == 1, "clusters of four do not fill an H200"
+        sums = 128 * tiles.wg_m * tiles.columns // 2 * (2 if tiles.promote else 1)
         assert sums <= 0.75 * REGISTERS
-        assert tiles.columns * tiles.wg_n <= 256
-        each = (2 * n if gated else n) * -(-rows // tiles.x_rows)
-        turns = -(-each // (PROCESSORS * tiles.columns * tiles.wg_n))
-        assert turns * PROCESSORS * tiles.columns * tiles.wg_n <= 1.5 * each or each < 32 * PROCESSORS
+        assert tiles.columns <= 256
+        assert tiles.wg_m == 2 or sums < 128 * 128, "a warp group alone cannot have more registers"
+        each = rows * tiles.split * -(-x_rows // tiles.x_rows)
+        turns = -(-each // (PROCESSORS * tiles.columns))
+        assert turns * PROCESSORS * tiles.columns <= 1.5 * each or each < 32 * PROCESSORS
 
 
 def test_rows_out_of_reach_of_tensor_copies_have_one_kernel_for_all_steps() -> None:

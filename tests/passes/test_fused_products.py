@@ -115,8 +115,14 @@ def test_deterministic_engines_have_a_kernel_for_each() -> None:
         ("norm_linear", (x, w, None, g), {"eps": 1e-5}),
         ("norm_linear_gated", (x, w, None, g), {"eps": 1e-5, "kind": "silu"}),
     ):
-        found = supporting(NodeSpec(op=op, inputs=inputs, attrs=attrs), invariant)
-        assert [t.largest_tokens for t in found] == [0]
+        for sm in (80, 90):
+            known = {n: t for n, t in invariant.items() if t.sm in (0, sm)}
+            found = supporting(NodeSpec(op=op, inputs=inputs, attrs=attrs), known)
+            assert found[-1].name == f"cuda.{op}.invariant"
+            # Steps of all sizes have tactics of one kind.
+            kinds = {t.name.rpartition(".")[2].rstrip("0123456789") for t in found if t.takes(1)}
+            assert kinds == {"invariant"} | ({"hopper_invariant"} if sm == 90 else set())
+            assert {t.sm for t in found if t.takes(1 << 20)} == ({0, 90} if sm == 90 else {0})
 
 
 @pytest.mark.parametrize("make", [zoo.llama, zoo.qwen2])

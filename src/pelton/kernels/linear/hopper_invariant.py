@@ -2,17 +2,21 @@
 
 That kernel adds up an element of the result over the columns in order, in one register of the tensor cores,
 sixteen columns (of 8-bit codes 32) at a time, however wide its tiles are, and a row of x meets no other. So a
-step's size may choose the tiles, and nothing else: no columns are split among blocks, sums of exact e4m3 are
-taken over in float32 at the same columns, the norm and codes of the input are made by launches of their own,
-and cuBLASLt, which says nothing of its order, has no part.
+step's size may choose the tiles, and nothing else: the norm and codes of the input are made by launches of
+their own, and cuBLASLt, which says nothing of its order, has no part.
+
+Where rows of the weight are few, both halves of the columns have a sum, and these are added: in small steps
+two blocks of a cluster have one each (SPLIT), in large ones a block has both, one after the other (PROMOTE).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from pelton.dtypes import ITEMSIZE
 from pelton.kernels.launch import CallSpec, CudaSource, LaunchSpec, Work
 from pelton.kernels.linear.hopper_products import (
+    ROW_BYTES,
     ProductTiles,
     code_bytes,
     code_rows,
@@ -30,33 +34,47 @@ from pelton.kernels.tactic import NodeSpec, Tactic
 STEPS, CODE_STEPS = (8, 32, 64, 128, 256, 512, 0), (8, 32, 64, 128, 256, 0)
 #: Before every other batch-invariant tactic, behind all that are not.
 _PRIORITY = 5
-#: Rows of the weight, in sixteens, that one warp group alone has where rows of x are few.
-_ALONE = 3
-#: Runs of units of exact e4m3 (``hopper_products.cu``: PROMOTE).
+#: Columns are halved where there are at most so many rows of the weight, in sixteens for each multiprocessor,
+#: and at least so many units of columns.
+_FEW, _LONG = 2, 8
+#: Rows of x, up to which two blocks have the halves.
+_APART = 256
+#: Units of exact e4m3 between additions in float32.
 _RUN = 4
 
 
-def whole_tiles(n: int, x_rows: int, gated: bool, quant: str, *, exact: bool) -> ProductTiles:
-    """For ``n`` results of so many rows of x: a block for every multiprocessor, each with whole columns."""
-    rows = 2 * n if gated else n
+def halved(rows: int, k: int, itemsize: int, *, exact: bool) -> bool:
+    """Whether results of ``rows`` rows of the weight are sums of two halves, in every step."""
+    units = -(-k * itemsize // ROW_BYTES)
+    return not exact and rows <= 16 * _FEW * PROCESSORS and units >= _LONG and units % 2 == 0
+
+
+def step_tiles(
+    rows: int, k: int, itemsize: int, x_rows: int, *, gated: bool, quant: str, exact: bool
+) -> ProductTiles:
+    """For ``rows`` rows of the weight and so many of x; measured on an H200.
+
+    As many tiles as there are multiprocessors, or a multiple.
+    """
+    halves = halved(rows, k, itemsize, exact=exact)
+    split = 2 if halves and x_rows <= _APART else 1
     promote = _RUN if exact and quant == "fp8_row" else 0
-    if x_rows <= 64:
-        wg_m, wg_n = 1, 1 if rows <= 16 * _ALONE * PROCESSORS else 2
-    else:
-        wg_m, wg_n = 2, 1
-    most = 192 if promote and wg_n == 1 else 256 // wg_n
-    all_rows = rows * -(-x_rows // (64 * wg_m))  # as if tiles of x lay behind each other
-    each = -(-all_rows // (most * wg_n * PROCESSORS))  # tiles of a block
-    columns = min(most, -(-all_rows // (each * PROCESSORS * 16 * wg_n)) * 16)
-    shared = x_rows > 128 and each > 1 and columns % (32 if gated else 16) == 0
-    return ProductTiles(wg_m, wg_n, 1, columns, 1, 2 if shared else 1, promote)
+    if halves and split == 1:
+        promote = -(-k * itemsize // ROW_BYTES) // 2
+    wg_m, most = (1, 112) if x_rows <= 64 else (2, 192 if promote else 256)
+    all_rows = rows * split * -(-x_rows // (64 * wg_m))  # as if tiles of x lay behind each other
+    each = -(-all_rows // (most * PROCESSORS))  # tiles of a block
+    columns = min(most, -(-all_rows // (each * PROCESSORS * 16)) * 16)
+    shared = x_rows > 128 and split == 1 and columns % (32 if gated else 16) == 0
+    return ProductTiles(wg_m, 1, 1, columns, split, 2 if shared else 1, promote)
 
 
 def _products(form: Form, call: CallSpec, max_tokens: int, *, exact: bool) -> tuple[Work, ...]:
     p = Product(form, call, max_tokens)
     quant = p.weight.quant
     x_rows = code_rows(max_tokens, exact) if quant else max_tokens
-    tiles = whole_tiles(p.n, x_rows, form.gated, quant, exact=exact)
+    rows, item = int(p.weight.shape[0]), 1 if quant else ITEMSIZE[p.weight.dtype]
+    tiles = step_tiles(rows, p.k, item, x_rows, gated=form.gated, quant=quant, exact=exact)
     *before, product = products(form, call, tiles, max_tokens, exact=exact)
     assert isinstance(product, LaunchSpec)
     assert isinstance(product.kernel, CudaSource)
