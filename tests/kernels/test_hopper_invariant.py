@@ -8,7 +8,13 @@ from collections.abc import Mapping
 import pytest
 
 from pelton.kernels.launch import CallSpec, CudaSource, LaunchSpec, OperandSpec
-from pelton.kernels.linear.hopper_invariant import CODE_STEPS, STEPS, invariant_tactics, step_tiles
+from pelton.kernels.linear.hopper_invariant import (
+    CODE_STEPS,
+    PACKED_STEPS,
+    STEPS,
+    invariant_tactics,
+    step_tiles,
+)
 from pelton.kernels.linear.hopper_products import code_rows, products
 from pelton.kernels.linear.products import Form
 from pelton.kernels.linear.tiles import PROCESSORS
@@ -130,6 +136,24 @@ def test_tiles_fit_and_fill_the_gpu(n: int, k: int, gated: bool, quant: str, exa
         each = rows * tiles.split * -(-x_rows // tiles.x_rows)
         turns = -(-each // (PROCESSORS * tiles.columns))
         assert turns * PROCESSORS * tiles.columns <= 1.5 * each or each < 32 * PROCESSORS
+
+
+@pytest.mark.parametrize("op", FORMS)
+def test_packed_weights_columns_are_shared_alike_in_every_step(op: str) -> None:
+    for n, k in SHAPES:
+        spec = call(FORMS[op], n, k, "int4_g128")
+        tactics = taken(op, spec)
+        assert [t.largest_tokens for t in tactics] == [*PACKED_STEPS]
+        found = set()
+        for tactic, tokens in itertools.product(tactics, (1, 32, 64, 300, 8192)):
+            assert tactic.launches is not None
+            *_, product = tactic.launches(spec, min(tokens, tactic.largest_tokens or tokens))
+            assert isinstance(product, LaunchSpec)
+            constants = dict(product.kernel.constants)
+            for size in ("TOKENS", "STAGES", "DEPTH"):
+                del constants[size]
+            found.add(tuple(constants.items()))
+        assert len(found) == 1
 
 
 def test_rows_out_of_reach_of_tensor_copies_have_one_kernel_for_all_steps() -> None:

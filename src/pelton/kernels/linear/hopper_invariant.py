@@ -1,12 +1,16 @@
-"""Batch-invariant products on sm_90: ``hopper_products.cu`` in steps of every size.
+"""Batch-invariant products on sm_90: of each kind of weight one kernel in steps of every size.
 
-That kernel adds up an element of the result over the columns in order, in one register of the tensor cores,
-sixteen columns (of 8-bit codes 32) at a time, however wide its tiles are, and a row of x meets no other. So a
-step's size may choose the tiles, and nothing else: the norm and codes of the input are made by launches of
-their own, and cuBLASLt, which says nothing of its order, has no part.
+``hopper_products.cu`` adds up an element of the result over the columns in order, in one register of the
+tensor cores, sixteen columns (of 8-bit codes 32) at a time, however wide its tiles are, and a row of x
+meets no other. So a step's size may choose the tiles, and nothing else: the norm and codes of the input are
+made by launches of their own, and cuBLASLt, which says nothing of its order, has no part.
 
 Where rows of the weight are few, both halves of the columns have a sum, and these are added: in small steps
-two blocks of a cluster have one each (SPLIT), in large ones a block has both, one after the other (PROMOTE).
+two blocks of a cluster have one each (SPLIT), in large ones a block has both, one after the other
+(PROMOTE).
+
+Packed weights of up to 4 bits have ``hopper_wide.cu``, whose blocks and warp groups share the columns of a
+row in the same way in every step.
 """
 
 from __future__ import annotations
@@ -21,17 +25,22 @@ from pelton.kernels.linear.hopper_products import (
     code_bytes,
     code_rows,
     products,
+    reached,
     supports_codes,
     supports_dense_products,
 )
+from pelton.kernels.linear.packed import LAYOUT as PACKED
 from pelton.kernels.linear.packed import X_CODES
+from pelton.kernels.linear.packed_wide import supports_wide, wide, wide_tiles
 from pelton.kernels.linear.products import Form, Product, normed_workspace, stream
 from pelton.kernels.linear.rows8 import LAYOUT, unpacked, unpacked_bytes
 from pelton.kernels.linear.tiles import PROCESSORS, invariant_tiles
 from pelton.kernels.tactic import NodeSpec, Tactic
 
 #: Tokens of the largest steps that have tiles of their own; 0: any.
-STEPS, CODE_STEPS = (8, 32, 64, 128, 256, 512, 0), (8, 32, 64, 128, 256, 0)
+STEPS, CODE_STEPS, PACKED_STEPS = (8, 32, 64, 128, 256, 512, 0), (8, 32, 64, 128, 256, 0), (32, 0)
+#: Tokens of a tile of packed weights' products, in all but the smallest steps.
+_PACKED_TILE = 64
 #: Before every other batch-invariant tactic, behind all that are not.
 _PRIORITY = 5
 #: Columns are halved where there are at most so many rows of the weight, in sixteens for each multiprocessor,
@@ -41,6 +50,8 @@ _FEW, _LONG = 2, 8
 _APART = 256
 #: Units of exact e4m3 between additions in float32.
 _RUN = 4
+#: Rows of x from which on tiles follow one another as in large steps of any engine.
+_MANY = 512
 
 
 def halved(rows: int, k: int, itemsize: int, *, exact: bool) -> bool:
@@ -65,8 +76,9 @@ def step_tiles(
     all_rows = rows * split * -(-x_rows // (64 * wg_m))  # as if tiles of x lay behind each other
     each = -(-all_rows // (most * PROCESSORS))  # tiles of a block
     columns = min(most, -(-all_rows // (each * PROCESSORS * 16)) * 16)
-    shared = x_rows > 128 and split == 1 and columns % (32 if gated else 16) == 0
-    return ProductTiles(wg_m, 1, 1, columns, split, 2 if shared else 1, promote)
+    share = 2 if x_rows > 128 and split == 1 and columns % (32 if gated else 16) == 0 else 1
+    tiles = ProductTiles(wg_m, 1, 1, columns, split, share, promote)
+    return replace(tiles, group=16) if x_rows > _MANY else tiles
 
 
 def _products(form: Form, call: CallSpec, max_tokens: int, *, exact: bool) -> tuple[Work, ...]:
@@ -83,11 +95,11 @@ def _products(form: Form, call: CallSpec, max_tokens: int, *, exact: bool) -> tu
 
 
 def invariant_tactics(op: str, form: Form) -> list[Tactic]:
-    """The tactics of ``op``: of weights of 16 bits and of 8-bit codes."""
+    """The tactics of ``op``: of weights of 16 bits, of 8-bit codes and of packed ones."""
 
     def dense(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
         p = Product(form, call, max_tokens)
-        if not p.copies():
+        if not reached(p):
             return stream(form, call, invariant_tiles(p.n, p.itemsize, form.gated), max_tokens)
         return _products(form, call, max_tokens, exact=False)
 
@@ -103,7 +115,7 @@ def invariant_tactics(op: str, form: Form) -> list[Tactic]:
             )
 
         def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-            if not Product(form, call, max_tokens).copies():
+            if not reached(Product(form, call, max_tokens)):
                 return unpacked(form, call, max_tokens, invariant=True)
             return _products(form, call, max_tokens, exact=not codes)
 
@@ -127,6 +139,13 @@ def invariant_tactics(op: str, form: Form) -> list[Tactic]:
             launches=launches,
         )
 
+    def packed(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+        p = Product(form, call, max_tokens)
+        # Blocks share columns as in small steps; of more tokens there are more tiles.
+        tiles = wide_tiles(p.n, _PACKED_TILE, form.gated, p.weight.quant)
+        few = max_tokens <= PACKED_STEPS[0]
+        return wide(form, call, replace(tiles, tokens=PACKED_STEPS[0]) if few else tiles, max_tokens)
+
     whole = Tactic(
         name=f"cuda.{op}.hopper_invariant",
         op=op,
@@ -139,7 +158,14 @@ def invariant_tactics(op: str, form: Form) -> list[Tactic]:
         workspace=normed_workspace(form),
         launches=dense,
     )
-    families = [(whole, STEPS), (coded("rows8_invariant", ""), CODE_STEPS)]
+    wide_codes = replace(
+        whole,
+        name=f"cuda.{op}.packed_wide_invariant",
+        supports=lambda node: supports_wide(form, node),
+        weight_layouts={1: PACKED},
+        launches=packed,
+    )
+    families = [(whole, STEPS), (wide_codes, PACKED_STEPS), (coded("rows8_invariant", ""), CODE_STEPS)]
     families += [(coded(f"rows8_invariant.{x}", x), CODE_STEPS) for x in sorted(X_CODES.values())]
     return [
         replace(tactic, name=tactic.name.replace("invariant", f"invariant{m or ''}"), largest_tokens=m)

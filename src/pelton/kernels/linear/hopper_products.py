@@ -239,7 +239,7 @@ def many_tiles(stacked: int, largest: int) -> ProductTiles:
 # ---- Tactics ----
 
 
-def _reached(p: Product) -> bool:
+def reached(p: Product) -> bool:
     """Whether rows lie as tensor copies want them, and the residual's in whole 16 bytes."""
     residual = None if p.form.residual is None else p.call.input(p.form.residual)
     return p.copies() and (residual is None or residual.strides[0] % 8 == 0)
@@ -266,7 +266,7 @@ def product_tactics(op: str, form: Form) -> list[Tactic]:
 
         def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
             p = Product(form, call, max_tokens)
-            if not _reached(p):
+            if not reached(p):
                 return unpacked(form, call, max_tokens)
             if codes and largest in _MANY:
                 tiles = many_tiles(int(p.weight.shape[0]), largest)
@@ -328,7 +328,7 @@ def dense_tactics(op: str, form: Form) -> list[Tactic]:
     def launches_up_to(largest: int) -> Launches:
         def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
             p = Product(form, call, max_tokens)
-            if not _reached(p):
+            if not reached(p):
                 return gemm(form, call, max_tokens)
             if largest in _MANY:
                 tiles = many_tiles(2 * p.n, largest)
