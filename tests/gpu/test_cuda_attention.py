@@ -12,7 +12,7 @@ from pelton.builder.cuda_conformance import DeviceRunner, compile_cases
 from pelton.ir.op import Sample, get_op
 from pelton.ir.ops.paged_attention import make_sample
 from pelton.kernels.conformance import node_spec
-from pelton.kernels.conformance_cuda import Case, call_of
+from pelton.kernels.conformance_cuda import Case, call_of, check
 from pelton.kernels.gpu.driver import Device
 from pelton.kernels.tactic import all_tactics
 
@@ -21,13 +21,22 @@ OP = get_op("paged_attention")
 TACTICS = sorted(
     t.name for t in all_tactics().values() if t.op == OP.name and t.batch_invariant and t.launches
 )
-KEYS = 400
-#: Tokens of one sequence, (from, to), as sequences of one step.
-PARTS = {
-    "in chunks": [(0, 1), (1, 130), (130, 257), (257, KEYS)],
-    "token by token": [(i, i + 1) for i in range(KEYS)],
-    "in another order": [(KEYS - 1, KEYS), (13, 250), (250, KEYS - 1), (0, 13)],
-}
+#: Keys of a sequence that is one part for every kernel, and of one that blocks may share.
+KEYS, MANY = 400, 2500
+
+
+def parts_of(keys: int) -> dict[str, list[tuple[int, int]]]:
+    """Tokens of one sequence, (from, to), as sequences of one step."""
+    some = range(keys) if keys == KEYS else range(40, keys, 61)
+    return {
+        "in chunks": [(0, 1), (1, keys // 3), (keys // 3, 2 * keys // 3 - 9), (2 * keys // 3 - 9, keys)],
+        "token by token": [(i, i + 1) for i in some],
+        "in another order": [(keys - 1, keys), (13, 250), (250, keys - 1), (0, 13)],
+        "alone": [(keys - 1, keys)],
+        "a few": [(keys - 4, keys)],
+        "two": [(keys // 2, keys // 2 + 1), (keys - 2, keys)],
+        "beside a longer one": [(99, 100), (keys - 1, keys), (511, 512)] if keys > 512 else [(0, 1)],
+    }
 
 
 def part(sample: Sample, parts: Sequence[tuple[int, int]], name: str, padding: int = 0) -> Sample:
@@ -42,24 +51,34 @@ def part(sample: Sample, parts: Sequence[tuple[int, int]], name: str, padding: i
 
 @pytest.mark.parametrize("name", TACTICS)
 @pytest.mark.parametrize(
-    ("dim", "window"), [(128, 100), *(pytest.param(d, 0, marks=pytest.mark.slow) for d in (64, 128))]
+    ("dim", "window", "keys"),
+    [
+        (128, 100, KEYS),
+        (128, 0, MANY),
+        *(pytest.param(d, 0, n, marks=pytest.mark.slow) for d, n in ((64, KEYS), (64, MANY), (128, KEYS))),
+    ],
 )
-def test_a_token_has_the_same_bits_in_any_company(name: str, dim: int, window: int, tmp_path: Path) -> None:
+def test_a_token_has_the_same_bits_in_any_company(
+    name: str, dim: int, window: int, keys: int, tmp_path: Path
+) -> None:
     tactic = all_tactics()[name]
     g = torch.Generator().manual_seed(0)
     made = make_sample(
-        g, lens=[(KEYS, KEYS)], heads=(8, 2), dim=dim, block_size=16, window=window, dtype=torch.bfloat16
+        g, lens=[(keys, keys)], heads=(8, 2), dim=dim, block_size=16, window=window, dtype=torch.bfloat16
     )
     sample = Sample(args=(made.args[0].bfloat16(), *made.args[1:]), name="whole")
     if tactic.sm not in (0, Device().sm) or not tactic.supports(node_spec(OP, sample)):
         pytest.skip("the tactic does not take this on this GPU")
-    samples = [sample, *(part(sample, parts, what) for what, parts in PARTS.items())]
-    few = [(0, 1), (256, 257), (KEYS - 1, KEYS)]
+    parts = parts_of(keys)
+    samples = [sample, *(part(sample, own, what) for what, own in parts.items())]
+    few = [(0, 1), (256, 257), (keys - 1, keys)]
     samples.append(part(sample, few, "padded as graphs are", padding=5))
     cases = [Case(OP, s, tactic, "bfloat16") for s in samples]
     compile_cases(cases, Device().sm, tmp_path / "kernels")
     with DeviceRunner(tmp_path / "kernels") as runner:
+        check(cases[0], runner)
         whole, *others = [runner(case, call_of(case)).outputs[0] for case in cases]
-    for got, (what, parts) in zip(others, [*PARTS.items(), ("padded", few)], strict=True):
-        want = torch.cat([whole[start:stop] for start, stop in parts])
+        check(cases[1 + list(parts).index("alone")], runner)
+    for got, (what, own) in zip(others, [*parts.items(), ("padded", few)], strict=True):
+        want = torch.cat([whole[start:stop] for start, stop in own])
         assert torch.equal(got[: len(want)].view(torch.int16), want.view(torch.int16)), what

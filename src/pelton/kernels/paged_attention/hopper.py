@@ -31,8 +31,20 @@ def _supports(node: NodeSpec) -> bool:
     )
 
 
-def attention(call: CallSpec, tokens: int, *, stages: int = 3) -> LaunchSpec:
-    """The launch for a step of at most ``tokens`` tokens; ``stages``: tiles of K and V in shared memory."""
+#: Tiles of keys that have a sum of their own in batch-invariant steps, and sums that blocks share at most.
+PART, ITEMS = 4, 2048
+
+
+def _part_bytes(node: NodeSpec, max_tokens: int) -> int:
+    """Of the sums that blocks keep, 8 warps' each, and of those that they share, a warp's each."""
+    q = node.inputs[0]
+    assert q is not None
+    return (int(q.shape[2]) // 2 + 4) * 128 * (8 * BLOCKS + ITEMS)
+
+
+def attention(call: CallSpec, tokens: int, *, stages: int = 3, part: int = 0) -> LaunchSpec:
+    """The launch for a step of at most ``tokens`` tokens; ``stages``: tiles of K and V in shared memory;
+    ``part``: tiles of keys with a sum of their own, 0: without."""
     q, k_cache, table = call.input(0), call.input(1), call.input(3)
     heads, dim = int(q.shape[1]), int(q.shape[2])
     kv_heads, page = int(k_cache.shape[1]), int(k_cache.shape[2])
@@ -54,6 +66,7 @@ def attention(call: CallSpec, tokens: int, *, stages: int = 3) -> LaunchSpec:
     b = CudaBuilder(call, FILE, "attention")
     b.tensor_map(0, q_map).tensor_map(1, k_map).tensor_map(2, v_map)
     b.input(3).input(4).input(5).output().counters()
+    b = b.workspace() if part else b.nothing()
     b.dim(table.shape[0]).number(float(call.attrs["scale"])).number(softcap)
     return b.launch(
         (Term(times=BLOCKS),),
@@ -67,16 +80,22 @@ def attention(call: CallSpec, tokens: int, *, stages: int = 3) -> LaunchSpec:
             "SOFTCAP": int(softcap > 0),
             "HALF": int(q.dtype == "float16"),
             "STAGES": stages,
+            "PART": part,
+            "ITEMS": ITEMS if part else 0,
         },
         threads=384,
         # Q, then K and V; barriers and the tile of work; up to the first multiple of 1024 bytes.
-        shared=(1 + 2 * stages) * dim // 64 * KEYS * ROW_BYTES + 256 + 1024,
+        shared=(1 + 2 * stages) * dim // 64 * KEYS * ROW_BYTES + 320 + 1024,
         suffix="a",
     )
 
 
 def _launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
     return (attention(call, max_tokens),)
+
+
+def _invariant(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+    return (attention(call, max_tokens, part=PART),)
 
 
 TACTICS = [
@@ -102,6 +121,7 @@ TACTICS = [
         precision="bfloat16",
         batch_invariant=True,
         sm=90,
-        launches=_launches,
+        workspace=_part_bytes,
+        launches=_invariant,
     ),
 ]

@@ -13,8 +13,13 @@
 //
 // Tiles of the sequences are numbered without a table: sequence b starts at tile cu_seqlens[b] / QUERIES + b.
 //
+// With PART (tiles of keys; 0: without) every PART tiles of keys, counted from the sequence's first, have a sum of
+// their own, and these are joined from the last to the first, in every step alike: a row's bits then do not depend on
+// who computes it. Where there is little work, blocks share a sequence's parts and the last to end joins them; else
+// a block has all of them.
+//
 // Constants: HEADS, GROUP, D (64, 128), PAGE (8 to 128, a power of two), COLUMNS of the block table, WINDOW,
-// SOFTCAP, HALF (float16 instead of bfloat16), STAGES.
+// SOFTCAP, HALF (float16 instead of bfloat16), STAGES; PART, ITEMS (most parts that blocks share).
 #include "hopper_copies.cuh"
 
 template <bool VALUE>
@@ -133,8 +138,70 @@ DEVICE void store(const float (&o)[D / 2], const Rows& rows, const Work& work, i
     }
 }
 
+// ---- Sums of parts, in scratch memory ----
+
+// Of a thread: D / 2 sums, and the two rows' best and sum of weights; `stride` threads have theirs beside one another.
+constexpr int KEPT = D / 2 + 4;
+
+DEVICE void keep(float* at, int stride, const float (&o)[D / 2], const Rows& rows) {
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) __stcg(at + i * stride, o[i]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        __stcg(at + (D / 2 + r) * stride, rows.best[r]);
+        __stcg(at + (D / 2 + 2 + r) * stride, rows.sum[r]);
+    }
+}
+
+// (o, rows): the sums kept `before` joined by them (FIRST), or they by those kept. A part of which a row sees nothing
+// changes nothing.
+template <bool FIRST>
+DEVICE void join(const float* kept, int stride, float (&o)[D / 2], Rows& rows, float factor) {
+    float own[2], other[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float best_kept = __ldcg(kept + (D / 2 + r) * stride), best = fmaxf(rows.best[r], best_kept);
+        const float sum_kept = __ldcg(kept + (D / 2 + 2 + r) * stride);
+        const float shift = best == -INFINITE ? 0.0f : __fmul_rn(best, factor);
+        own[r] = exp2_fast(__fsub_rn(__fmul_rn(rows.best[r], factor), shift));
+        other[r] = exp2_fast(__fsub_rn(__fmul_rn(best_kept, factor), shift));
+        rows.best[r] = best;
+        rows.sum[r] = FIRST ? __fmaf_rn(sum_kept, other[r], __fmul_rn(rows.sum[r], own[r]))
+                            : __fmaf_rn(rows.sum[r], own[r], __fmul_rn(sum_kept, other[r]));
+    }
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) {
+        const float x = __ldcg(kept + i * stride);
+        const int r = i / 2 % 2;
+        o[i] = FIRST ? __fmaf_rn(x, other[r], __fmul_rn(o[i], own[r])) : __fmaf_rn(o[i], own[r], __fmul_rn(x, other[r]));
+    }
+}
+
+// By the warp that has the rows of a part which blocks share: the last one joins all.
+DEVICE void share_part(float* scratch, u32* counter, const Work& work, float (&o)[D / 2], Rows& rows, int row0,
+                       unsigned short* out, float factor, int items) {
+    const int lane = threadIdx.x % 32;
+    // Parts of one tile of work lie `items` apart.
+    auto place = [&](int part) { return scratch + (long long)(part * items + work.item) * (KEPT * 32) + lane; };
+    keep(place(work.part), 32, o, rows);
+    __threadfence();
+    __syncwarp();
+    int before = 0;
+    if (lane == 0) before = atomicAdd(counter + 1 + work.item, 1u);
+    if (__shfl_sync(~0u, before, 0) != work.parts - 1) return;
+    __threadfence();
+    if (lane == 0) atomicExch(counter + 1 + work.item, 0u);
+    const float* last = place(work.parts - 1);
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) o[i] = __ldcg(last + i * 32);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) rows.best[r] = __ldcg(last + (D / 2 + r) * 32), rows.sum[r] = __ldcg(last + (D / 2 + 2 + r) * 32);
+    for (int part = work.parts - 2; part >= 0; --part) join<false>(place(part), 32, o, rows, factor);
+    store(o, rows, work, row0, out);
+}
+
 DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short* out, float scale, float softcap,
-                    int group) {
+                    int group, float* scratch, u32* counter, int items) {
     const int lane = threadIdx.x % 32;
     const int row0 = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     const u32 q = shared.base + group * 64 * ROW_BYTES;
@@ -171,14 +238,17 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         u32 p[32];
         Rows rows;
         const int context = work.context();
+        auto begin = [&] {
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
+            for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            rows.best[r] = -INFINITE;
-            rows.sum[r] = 0.0f;
-            rows.position[r] = context + work.first_query + (row0 + 8 * r) / GROUP;
-        }
+            for (int r = 0; r < 2; ++r) {
+                rows.best[r] = -INFINITE;
+                rows.sum[r] = 0.0f;
+                rows.position[r] = context + work.first_query + (row0 + 8 * r) / GROUP;
+            }
+        };
+        begin();
         if (work.tiles == 0) {
             __syncwarp();
             release_q();
@@ -190,21 +260,6 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         const int seen_to = (lowest + 1) / KEYS;
         const int seen_from = WINDOW > 0 ? (max(highest - WINDOW + 1, 0) + KEYS - 1) / KEYS : 0;
         const int first = work.last - work.tiles + 1;
-
-        barrier_wait(shared.barrier(K_FULL, k_ring.stage), k_ring.parity);
-        start_scores(s, q, shared.k(k_ring.stage));
-        product_wait<0>();
-        pin(s);
-        release(K_EMPTY, k_ring.stage);
-        k_ring.next();
-        if (work.tiles == 1) release_q();
-        softmax<true>(s, rows, alpha, work.last * KEYS, scale, softcap);
-        pack_scores(s, p);
-        const int in_last = work.keys - work.last * KEYS;
-        if (in_last < KEYS && in_last % BOX != 0) {
-            barrier_wait(shared.barrier(V_FULL, v_ring.stage), v_ring.parity);
-            clear_unused(shared.v(v_ring.stage), in_last, group);
-        }
 
         // The scores of `tile` and the values of the one before it.
         auto step = [&](int tile, auto masked) {
@@ -232,20 +287,53 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
             for (int i = 0; i < D / 2; ++i) o[i] *= alpha[i / 2 % 2];
             pack_scores(s, p);
         };
-        int tile = work.last - 1;
-        for (; tile >= first && tile >= seen_to; --tile) step(tile, Flag<true>());
-        for (; tile >= first && tile >= seen_from; --tile) step(tile, Flag<false>());
-        if (WINDOW > 0)
-            for (; tile >= first; --tile) step(tile, Flag<true>());
-
-        barrier_wait(shared.barrier(V_FULL, v_ring.stage), v_ring.parity);
-        pin(o);
-        pin(p);
-        start_values(o, p, shared.v(v_ring.stage));
-        product_wait<0>();
-        pin(o);
-        release(V_EMPTY, v_ring.stage);
-        v_ring.next();
+        // Tiles `last` to `from`.
+        auto tiles = [&](int last, int from) {
+            barrier_wait(shared.barrier(K_FULL, k_ring.stage), k_ring.parity);
+            start_scores(s, q, shared.k(k_ring.stage));
+            product_wait<0>();
+            pin(s);
+            release(K_EMPTY, k_ring.stage);
+            k_ring.next();
+            if (last == first) release_q();
+            softmax<true>(s, rows, alpha, last * KEYS, scale, softcap);
+            pack_scores(s, p);
+            const int in_last = work.keys - last * KEYS;
+            if (in_last < KEYS && in_last % BOX != 0) {
+                barrier_wait(shared.barrier(V_FULL, v_ring.stage), v_ring.parity);
+                clear_unused(shared.v(v_ring.stage), in_last, group);
+            }
+            int tile = last - 1;
+            for (; tile >= from && tile >= seen_to; --tile) step(tile, Flag<true>());
+            for (; tile >= from && tile >= seen_from; --tile) step(tile, Flag<false>());
+            if (WINDOW > 0)
+                for (; tile >= from; --tile) step(tile, Flag<true>());
+            barrier_wait(shared.barrier(V_FULL, v_ring.stage), v_ring.parity);
+            pin(o);
+            pin(p);
+            start_values(o, p, shared.v(v_ring.stage));
+            product_wait<0>();
+            pin(o);
+            release(V_EMPTY, v_ring.stage);
+            v_ring.next();
+        };
+        const float factor = SOFTCAP ? 1.0f : scale * LOG2_E;
+        float* kept = scratch + blockIdx.x * (KEPT * 256) + threadIdx.x - 128;
+        for (int last = work.last;;) {
+            const int from = PART ? last / SPAN * SPAN : first;
+            tiles(last, from);
+            if (!PART || work.parts > 1) break;
+            if (last != work.last) join<true>(kept, 256, o, rows, factor);
+            if (from == 0) break;
+            keep(kept, 256, o, rows);
+            begin();
+            last = from - 1;
+        }
+        if (PART && work.parts > 1) {
+            if (group == 0 && threadIdx.x % 128 < 32)
+                share_part(scratch + gridDim.x * (KEPT * 256), counter, work, o, rows, row0, out, factor, items);
+            continue;
+        }
         store(o, rows, work, row0, out);
     }
 }
@@ -253,7 +341,8 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k_cache,
               const __grid_constant__ TensorMap v_cache, const int* block_table, const int* cu_seqlens,
-              const int* seq_lens, unsigned short* out, u32* counter, int sequences, float scale, float softcap) {
+              const int* seq_lens, unsigned short* out, u32* counter, float* scratch, int sequences, float scale,
+              float softcap) {
     extern __shared__ unsigned char memory[];
     const u32 unaligned = shared_address(memory);
     const Shared shared{(unaligned + 1023) / 1024 * 1024};
@@ -290,6 +379,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
     } else {
         registers_more<232>();
-        compute(shared, current, out, scale, softcap, threadIdx.x / 128 - 1);
+        compute(shared, current, out, scale, softcap, threadIdx.x / 128 - 1, scratch, counter,
+                (cu_seqlens[sequences] / QUERIES + sequences) * KV_HEADS);
     }
 }

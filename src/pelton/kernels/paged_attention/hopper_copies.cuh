@@ -20,13 +20,15 @@ static_assert(BOXES * CHUNKS <= 32 && ROWS == KEYS, "a lane copies one box; Q is
 constexpr float LOG2_E = 1.4426950408889634f;
 #define INFINITE __int_as_float(0x7f800000)
 
-// A tile of work.
+// A tile of work, or of its keys a part.
 struct Work {
     int tiles;        // of keys; -1: there is no more work
     int last;         // the tile of keys that is taken first
     int first_query;  // of the sequence
     int sequence, queries, keys, token;  // its number, sizes and first row
     int kv_head;
+    int part, parts;  // of the keys, which blocks share; parts 1: none do
+    u32 item;         // its number, without parts
 
     DEVICE int context() const { return keys - queries; }
     // Keys that some query of the tile sees: [first_key, end_key).
@@ -42,7 +44,11 @@ enum Barrier {
     V_EMPTY = V_FULL + STAGES, N_BARRIERS = V_EMPTY + STAGES
 };
 constexpr u32 WORK_AT = BARRIERS_AT + 192;
-static_assert(N_BARRIERS * 8 <= 192, "room of the barriers");
+static_assert(N_BARRIERS * 8 <= 192 && 192 + 2 * sizeof(Work) <= 320, "room of the barriers and of work");
+
+// With PART: blocks share a sequence's keys where it has at most so many rows, those of a warp.
+constexpr int SHARED_ROWS = 16, SPAN = PART ? PART : 1 << 20;
+static_assert(!PART || WINDOW == 0, "parts of all keys");
 
 struct Shared {
     u32 base;
@@ -76,6 +82,16 @@ DEVICE int last_where(int n, Condition holds) {
     return low;
 }
 
+// Parts of the longest sequence, where there is so little work that blocks share keys; else 1.
+DEVICE u32 parts_of_longest(const int* seq_lens, u32 total, int sequences) {
+    if (!PART || 2 * total > gridDim.x || sequences > 32) return 1;
+    int keys = threadIdx.x % 32 < sequences ? seq_lens[threadIdx.x % 32] : 0;
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) keys = max(keys, __shfl_xor_sync(~0u, keys, i));
+    const u32 parts = max(((keys + KEYS - 1) / KEYS + SPAN - 1) / SPAN, 1);
+    return total * parts <= ITEMS ? parts : 1;
+}
+
 DEVICE void find_work(const Shared& shared, Work* next, const int* cu_seqlens, const int* seq_lens, u32* counter,
                       int sequences) {
     const int lane = threadIdx.x % 32;
@@ -84,7 +100,7 @@ DEVICE void find_work(const Shared& shared, Work* next, const int* cu_seqlens, c
     // turns. Of the others the last tiles see the most keys: they come first, so that none is left alone.
     const int ones = last_where(sequences + 1, [&](int i) { return cu_seqlens[i] == i; });
     const u32 total = slots * KV_HEADS, first = min((ones / QUERIES + ones) * KV_HEADS, total);
-    const u32 paired = min(first, total - first);
+    const u32 paired = min(first, total - first), parts = parts_of_longest(seq_lens, total, sequences);
     u32 parity = 1;  // the first wait is over at once
     Work work;
     do {
@@ -94,12 +110,13 @@ DEVICE void find_work(const Shared& shared, Work* next, const int* cu_seqlens, c
             u32 index = 0;
             if (lane == 0) index = atomicAdd(counter, 1u);
             index = __shfl_sync(~0u, index, 0);
-            if (index >= total) {
+            if (index >= total * parts) {
                 // Each block takes one number too many; the last one leaves the counter as it was.
-                if (lane == 0 && index == total + gridDim.x - 1) atomicExch(counter, 0u);
+                if (lane == 0 && index == total * parts + gridDim.x - 1) atomicExch(counter, 0u);
                 work.tiles = -1;
                 break;
             }
+            work.part = index / total, work.item = index %= total;
             const bool one = index < 2 * paired ? index % 2 : first > paired;
             index = index < 2 * paired ? index / 2 : index - paired;
             const int slot = one ? index / KV_HEADS : slots - 1 - index / KV_HEADS;
@@ -114,6 +131,13 @@ DEVICE void find_work(const Shared& shared, Work* next, const int* cu_seqlens, c
             const int end = work.end_key();
             work.last = (end + KEYS - 1) / KEYS - 1;
             work.tiles = end > 0 ? work.last - work.first_key() / KEYS + 1 : 0;
+            const bool few = (work.queries - work.first_query) * GROUP <= SHARED_ROWS;
+            work.parts = parts > 1 && few ? (work.tiles + SPAN - 1) / SPAN : 1;
+            if (work.part >= max(work.parts, 1)) continue;
+            if (work.parts > 1) {
+                work.last = min(work.last, (work.part + 1) * SPAN - 1);
+                work.tiles = work.last - work.part * SPAN + 1;
+            }
             break;
         }
         if (lane == 0) {
