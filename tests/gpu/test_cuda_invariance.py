@@ -24,9 +24,9 @@ KINDS = (
     ("bfloat16", "bfloat16"),
     ("fp8_row", "bfloat16"),
     ("fp8_row", "fp8"),
-    ("int8_row", "bfloat16"),
-    ("int8_row", "int8"),
     ("int4_g128", "bfloat16"),
+    pytest.param("int8_row", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("int8_row", "int8", marks=pytest.mark.slow),
 )
 #: Tokens of steps, the largest first; results and columns: halved without a gate, and not with one.
 STEPS, N, K = (1100, 600, 512, 130, 64, 33, 8, 1), 2304, 1024
@@ -68,9 +68,13 @@ Steps = tuple[DeviceRunner, dict[tuple[str, str, str], list[tuple[conformance_cu
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
+def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
+    """Compiled for the tests that were chosen."""
     sm = Device().sm
-    found = {(op, *kind): list(cases(op, *kind, sm)) for op in OPS for kind in KINDS}
+    items = [i for i in request.session.items if isinstance(i, pytest.Function) and "steps" in i.fixturenames]
+    chosen = [item.callspec.params for item in items]
+    wanted = [(str(p["op"]), str(p["quant"]), str(p["activations"])) for p in chosen]
+    found = {(op, quant, codes): list(cases(op, quant, codes, sm)) for op, quant, codes in wanted}
     folder: Path = tmp_path_factory.mktemp("invariance") / "all"
     failed = compile_cases([case for own in found.values() for case, _ in own], sm, folder)
     assert not failed
