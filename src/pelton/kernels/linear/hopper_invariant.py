@@ -24,6 +24,7 @@ from pelton.kernels.linear.hopper_products import (
     ProductTiles,
     code_bytes,
     code_rows,
+    many_tiles,
     products,
     reached,
     supports_codes,
@@ -50,8 +51,8 @@ _FEW, _LONG = 2, 8
 _APART = 256
 #: Units of exact e4m3 between additions in float32.
 _RUN = 4
-#: Rows of x from which on tiles follow one another as in large steps of any engine.
-_MANY = 512
+#: Rows of x beyond which tiles are as in large steps of any engine, or at least in such groups of tiles of x.
+_MANY, _GROUP = 1024, 16
 
 
 def halved(rows: int, k: int, itemsize: int, *, exact: bool) -> bool:
@@ -72,13 +73,15 @@ def step_tiles(
     promote = _RUN if exact and quant == "fp8_row" else 0
     if halves and split == 1:
         promote = -(-k * itemsize // ROW_BYTES) // 2
+    if x_rows > _MANY and not promote:
+        return many_tiles(rows, 0)
     wg_m, most = (1, 112) if x_rows <= 64 else (2, 192 if promote else 256)
     all_rows = rows * split * -(-x_rows // (64 * wg_m))  # as if tiles of x lay behind each other
     each = -(-all_rows // (most * PROCESSORS))  # tiles of a block
     columns = min(most, -(-all_rows // (each * PROCESSORS * 16)) * 16)
     share = 2 if x_rows > 128 and split == 1 and columns % (32 if gated else 16) == 0 else 1
     tiles = ProductTiles(wg_m, 1, 1, columns, split, share, promote)
-    return replace(tiles, group=16) if x_rows > _MANY else tiles
+    return replace(tiles, group=_GROUP) if x_rows > _MANY else tiles
 
 
 def _products(form: Form, call: CallSpec, max_tokens: int, *, exact: bool) -> tuple[Work, ...]:
