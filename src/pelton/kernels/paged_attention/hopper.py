@@ -32,7 +32,7 @@ def _supports(node: NodeSpec) -> bool:
 
 
 #: Tiles of keys that have a sum of their own in batch-invariant steps, and sums that blocks share at most.
-PART, ITEMS = 4, 2048
+PART, ITEMS = 16, 2048
 
 
 def _part_bytes(node: NodeSpec, max_tokens: int) -> int:
