@@ -26,7 +26,7 @@ from pelton.engine.resources import cores
 from pelton.ir.tensors import f32_to_bf16
 from pelton.kernels.gpu.driver import Event, capture
 from pelton.kernels.launch import CallSpec, LaunchSpec, OperandSpec, Work
-from pelton.kernels.linear.hopper_products import code_rows, product_tiles, products
+from pelton.kernels.linear.hopper_products import code_rows, many_tiles, product_tiles, products
 from pelton.kernels.linear.products import Form
 
 RATE = 790e12
@@ -76,7 +76,11 @@ def timed(kinds: list[str], tokens: list[int]) -> Iterator[Timed]:
             n, exact = stacked // 2 if form.gated else stacked, kind == "exact"
             for t in tokens:
                 quant = "" if kind == "dense" else "fp8_row"
-                tiles = product_tiles(n, k * KINDS[kind], code_rows(t, exact), form.gated, quant, exact=exact)
+                if t > 512 and not exact:
+                    tiles = many_tiles(stacked, next((m for m in (640, 768, 1024) if t <= m), 0))
+                else:
+                    rows = code_rows(t, exact)
+                    tiles = product_tiles(n, k * KINDS[kind], rows, form.gated, quant, exact=exact)
                 what = f"{tiles.x_rows}x{tiles.columns * tiles.wg_n}/{tiles.split}"
                 yield Timed(kind, name, t, what, products(form, call_of(kind, name), tiles, t, exact=exact))
 

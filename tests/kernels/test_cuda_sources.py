@@ -143,7 +143,7 @@ def test_few_tokens_of_16_bits_are_taken_by_the_kernel_of_sm_90() -> None:
         attrs=call.attrs,
     )
     for sm, names in (
-        (90, ("hopper8", "hopper8", "hopper16", "hopper_tiles64", "hopper_tiles512", "hopper_tiles640")),
+        (90, ("hopper8", "hopper8", "hopper16", "hopper_tiles32", "hopper_tiles512", "hopper_tiles640")),
         (80, ("gemv", "stream16", "stream16", "cublaslt", "cublaslt", "cublaslt")),
     ):
         known = {n: t for n, t in all_tactics().items() if t.device == "cuda" and t.sm in (0, sm)}

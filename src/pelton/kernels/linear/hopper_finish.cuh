@@ -164,18 +164,18 @@ struct Finish {
     // All results of the sums `value(m, i)`.
     template <class Value>
     DEVICE void all(Value value) const {
-        constexpr int ROWS_OF_SUM = EXACT ? 1 : 2, AHEAD = 8;  // eights whose residuals are under way
+        constexpr int ROWS_OF_SUM = EXACT ? 1 : 2, LOADED = 8;  // eights whose residuals are under way
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-            for (int begin = 0; begin < EIGHTS; begin += AHEAD) {
-                u32 r[AHEAD / 4][2][4];
+            for (int begin = 0; begin < EIGHTS; begin += LOADED) {
+                u32 r[LOADED / 4][2][4];
 #pragma unroll
-                for (int f = 0; f < AHEAD / 4; ++f)
+                for (int f = 0; f < LOADED / 4; ++f)
 #pragma unroll
                     for (int h = 0; h < ROWS_OF_SUM; ++h) load_fours(r[f][h], m, h, begin + 4 * f);
 #pragma unroll
-                for (int f = 0; f < AHEAD / 4; ++f) {
+                for (int f = 0; f < LOADED / 4; ++f) {
                     const int first = begin + 4 * f;
                     if (first >= EIGHTS) break;
                     u32 w[2][4] = {};

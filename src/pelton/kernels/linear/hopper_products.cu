@@ -33,13 +33,15 @@ constexpr int X_ROWS = 64 * M_TILES * WG_M, ROWS = COLUMNS * WG_N, VALUES = COLU
 constexpr int TOKENS = EXACT ? X_ROWS / 2 : X_ROWS;  // of a tile
 constexpr int TILE = ROWS / HALVES, TILES = (RESULTS + TILE - 1) / TILE, CLUSTER = SPLIT * SHARE;
 constexpr int UNITS = (INNER + UNIT - 1) / UNIT;
-constexpr u32 X_SPACE = X_ROWS * ROW_BYTES, W_BYTES = ROWS * ROW_BYTES, STAGE_SPACE = X_SPACE + W_BYTES;
+// Rows of x that are not copied need no space, as long as something lies there: their sums are no results.
+constexpr u32 X_SPACE = (X_BOX + ROWS < X_ROWS ? X_ROWS : X_BOX) * ROW_BYTES, W_BYTES = ROWS * ROW_BYTES;
+constexpr u32 STAGE_SPACE = X_SPACE + W_BYTES;
 constexpr u32 STAGE_BYTES = X_BOX * ROW_BYTES + W_BYTES, BARRIERS_AT = STAGES * STAGE_SPACE;
 // Scales of the tile's rows of the weight and what is added to them, of each warp group.
 constexpr u32 SCALES_AT = BARRIERS_AT + 16 * STAGES, VECTOR = COLUMNS * 4;
 constexpr u32 SUMS = THREADS * M_TILES * VALUES * 4;
 static_assert(COLUMNS == 16 * SIXTEENS && RESULTS % 8 == 0, "sixteens of rows");
-static_assert(X_BOX <= X_ROWS && ROWS % (8 * HALVES * SHARE) == 0, "whole eights of rows are shared");
+static_assert(X_BOX <= X_ROWS && X_BOX % 8 == 0 && ROWS % (8 * HALVES * SHARE) == 0, "whole eights of rows are shared");
 static_assert(SPLIT == 1 || SUMS <= BARRIERS_AT, "the sums lie in the ring");
 static_assert(SPLIT == 1 || M_TILES <= 2, "scales are chosen between two");
 static_assert(SPLIT <= UNITS, "a unit for every block");
@@ -213,6 +215,14 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
         finish.begin(group, work.tile(item), work.x_row(item), scales, bias);
         if (item == work.first) wait_for_previous();
         finish.begin_x(x_scales);
+        // Of shared sums, the residuals of this block's: asked for before they are needed.
+        constexpr int ALL = M_TILES * SIXTEENS, OWN = (ALL + SPLIT - 1) / SPLIT;
+        u32 residuals[SPLIT > 1 ? OWN : 1][EIGHTS_OF_SIXTEEN][2];
+#pragma unroll
+        for (int i = 0; i < (SPLIT > 1 ? OWN : 0); ++i) {
+            const int g = min(i * SPLIT + work.split, ALL - 1);
+            finish.load(residuals[i], g / SIXTEENS, g % SIXTEENS);
+        }
         Sum part[M_TILES][VALUES];
         float sum[PROMOTE ? M_TILES : 1][PROMOTE ? VALUES : 1];
 #pragma unroll
@@ -256,7 +266,6 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
         // A thread's sums of sixteen by sixteen: two fours, each beside its neighbours'.
         const u32 sums = shared.base + threadIdx.x * 16;
         constexpr u32 FOUR = THREADS * 16;
-        constexpr int ALL = M_TILES * SIXTEENS, OWN = (ALL + SPLIT - 1) / SPLIT;
         named_sync(1, THREADS);  // the last of the ring has been read
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
@@ -269,12 +278,10 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
         cluster_sync();
 #pragma unroll
         for (int first = 0; first < OWN; first += 2) {
-            u32 r[2][EIGHTS_OF_SIXTEEN][2];
             float4 w[2][SPLIT][2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int g = min((first + i) * SPLIT + work.split, ALL - 1);
-                finish.load(r[i], g / SIXTEENS, g % SIXTEENS);
 #pragma unroll
                 for (int block = 0; block < SPLIT; ++block)
 #pragma unroll
@@ -301,10 +308,10 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
                         v[4 * four] += from.x, v[4 * four + 1] += from.y;
                         v[4 * four + 2] += from.z, v[4 * four + 3] += from.w;
                     }
-                const bool second = M_TILES > 1 && m > 0;
+                const float(&rows)[2] = finish.x_scales[M_TILES > 1 && m > 0 ? M_TILES - 1 : 0];
                 u32 results[EIGHTS_OF_SIXTEEN][2];
-                finish.round(results, v, r[i], g % SIXTEENS, finish.x_scales[second ? M_TILES - 1 : 0][0],
-                             finish.x_scales[second ? M_TILES - 1 : 0][1]);
+                finish.round(results, v, residuals[SPLIT > 1 ? min(first + i, OWN - 1) : 0], g % SIXTEENS, rows[0],
+                             rows[1]);
                 finish.store(results, m, g % SIXTEENS);
             }
         }

@@ -35,7 +35,7 @@ ROW_BYTES = 128
 #: Values of the constants CODE and GATED.
 CODES = {"fp8_row": 1, "int8_row": 2}
 _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
-_SHARED, _MOST_STAGES = 226 << 10, 12
+_SHARED, _MOST_STAGES = 226 << 10, 16
 #: Besides the ring and vectors of a tile: barriers, up to the first multiple of 1024 bytes.
 _BESIDES = 1024 + 16 * _MOST_STAGES
 #: Sums of a thread from which on the copying warp group gives registers up.
@@ -83,7 +83,7 @@ def quantised(p: Product, exact: bool) -> tuple[LaunchSpec, int]:
     b = b.nothing() if p.form.norm is None else b.input(p.form.norm)
     b.workspace().workspace(scales).number(float(p.call.attrs.get("eps", 0.0)))
     vectors = p.k // 8
-    threads = 32 * -(-vectors // (32 * -(-vectors // 1024)))  # as few turns as can be
+    threads = 32 * -(-vectors // (32 * -(-vectors // 256)))  # several rows beside each other
     launch = b.launch(
         (rows(p.x),),
         constants={
@@ -150,7 +150,9 @@ def products(
     most = items if tiles.split > 1 else PROCESSORS // cluster  # blocks stay, and take as many items each
     clusters = -(-items // -(-items // most))
     besides = _BESIDES + 8 * tiles.columns * tiles.wg_m * tiles.wg_n
-    stage = (tiles.x_rows + block_rows) * ROW_BYTES
+    # Rows of x that are not copied need no space, as long as something lies there.
+    x_space = tiles.x_rows if x_box + block_rows < tiles.x_rows else x_box
+    stage = (x_space + block_rows) * ROW_BYTES
     stages = min(_MOST_STAGES, (_SHARED - besides) // stage)
     assert stages >= 2, f"{tiles} does not fit"
     uneven = (2 if tiles.promote else 1) * tiles.m_tiles * tiles.columns // 2 >= _UNEVEN
@@ -190,9 +192,9 @@ def products(
 # ---- Tiles ----
 
 #: Rows of codes, one a token or two, of the largest steps that have tiles of their own.
-CODE_STEPS, EXACT_STEPS = (64, 128, 256, 512, 768, 1024, 0), (64, 128, 256, 512)
+CODE_STEPS, EXACT_STEPS = (32, 64, 128, 256, 512, 768, 1024, 0), (64, 128, 256, 512)
 #: The same of weights of 16 bits: beyond, cuBLASLt is as fast. Gated, it needs a pass more: any number (0).
-DENSE_STEPS, GATED_STEPS = (64, 128), (64, 128, 256, 512, 640, 768, 1024, 0)
+DENSE_STEPS, GATED_STEPS = (32, 64, 128), (32, 64, 128, 256, 512, 640, 768, 1024, 0)
 #: Tokens of the steps that tiles of many rows are chosen for, by the largest step; 2048 are the usual chunk.
 _MANY = {640: (640,), 768: (768,), 1024: (1024,), 0: (1536, 2048, 2048, 8192)}
 
@@ -298,7 +300,7 @@ def product_tactics(op: str, form: Form) -> list[Tactic]:
     return [
         *(made(f"rows8_exact{m // 2}", "", m // 2, 36 - i) for i, m in enumerate(EXACT_STEPS)),
         *(
-            made(f"rows8_codes{m or ''}.{code}", code, m, 46 - i)
+            made(f"rows8_codes{m or ''}.{code}", code, m, 47 - i)
             for i, m in enumerate(CODE_STEPS)
             for code in ("int8", "fp8")
         ),
@@ -344,7 +346,7 @@ def dense_tactics(op: str, form: Form) -> list[Tactic]:
             op=op,
             device="cuda",
             supports=lambda node: supports_dense_products(form, node),
-            priority=28 - i,
+            priority=29 - i,
             precision="bfloat16",
             sm=90,
             largest_tokens=m,
