@@ -18,13 +18,20 @@ from pelton.kernels.tactic import all_tactics
 
 pytestmark = pytest.mark.gpu
 
-OPS = ("linear", "linear_add", "linear_gated", "norm_linear", "norm_linear_gated")
+#: Of the others a part.
+OPS = (
+    "linear_add",
+    "norm_linear",
+    "norm_linear_gated",
+    pytest.param("linear", marks=pytest.mark.slow),
+    pytest.param("linear_gated", marks=pytest.mark.slow),
+)
 #: (Type of the weight, what is asked of inputs).
 KINDS = (
     ("bfloat16", "bfloat16"),
-    ("fp8_row", "bfloat16"),
     ("fp8_row", "fp8"),
     ("int4_g128", "bfloat16"),
+    pytest.param("fp8_row", "bfloat16", marks=pytest.mark.slow),
     pytest.param("int8_row", "bfloat16", marks=pytest.mark.slow),
     pytest.param("int8_row", "int8", marks=pytest.mark.slow),
 )
