@@ -9,6 +9,7 @@ sentinels, the workspace is NaN, and inputs must come back unchanged.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -112,6 +113,7 @@ def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0, sm: int = 0) -> Iterat
             quants = {i: quant for i, quant in sample.quant.items() if not is_dense(quant)}
             cast = _cast(op, replace(sample, quant=quants), dtype, f"{number} {sample.name}")
             fitting = [t for t in tactics if _takes(t, op, cast) and _worth(t, quants.values(), dtype, sm)]
+            fitting = [t for t in fitting if not _has_stand_in(t, fitting)]
             packed = {i: host_tensor(sample.args[i], quant) for i, quant in quants.items() if fitting}
             for i, weight in packed.items():
                 cast.args[i].copy_(torch.from_numpy(dequantize(weight)))
@@ -171,6 +173,15 @@ def _worth(tactic: Tactic, quants: Collection[str], dtype: str, sm: int) -> bool
         return True
     few = bool(tactic.largest_tokens) and not tactic.sm and tactic.precision not in ("int8", "fp8")
     return dtype == ("bfloat16" if sm else "float32") and not few
+
+
+def _has_stand_in(tactic: Tactic, others: Sequence[Tactic]) -> bool:
+    """Whether the tactic for steps of any size stands for this one: batch-invariant ones of sm_90 differ in
+    tiles, which here go by a sample's tokens (``call_of``)."""
+    if not (tactic.batch_invariant and tactic.sm and tactic.largest_tokens):
+        return False
+    whole = re.sub(rf"(invariant){tactic.largest_tokens}", r"\1", tactic.name)
+    return any(other.name == whole for other in others)
 
 
 def _cast(op: Op, sample: Sample, dtype_name: str, name: str) -> Sample:
