@@ -337,6 +337,15 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selectors) {
     for (int i = 0; i < 4; ++i) y |= (bytes >> (selectors >> 4 * i & 7) * 8 & 255) << 8 * i;
     return y;
 }
+// prmt with selectors above 7: a byte's sign eight times.
+inline u32 sign_bytes(u32 a, u32 b, u32 selectors) {
+    u32 y = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 byte = __byte_perm(a, b, selectors >> 4 * i & 7) & 255;
+        y |= (selectors >> 4 * i & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+    }
+    return y;
+}
 template <typename T>
 inline T __ldg(const T* at) {
     return *at;
@@ -351,9 +360,6 @@ inline float of_half(u32 bits) {
     const float x = exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
     return bits & 0x8000 ? -x : x;
 }
-#ifdef HALF_SCALES
-inline float scale_of(u32 stored) { return HALF_SCALES ? of_half(stored) : cpu::of_bits(stored); }
-#endif
 inline int __float2int_rn(float x) { return lrintf(x); }
 inline float of_e4m3(u32 code) {
     const int exponent = code >> 3 & 15, fraction = code & 7;
@@ -376,6 +382,7 @@ inline void from_e4m3(u32 codes, float& low, float& high) {
 }
 inline float exp_fast(float x) { return expf(x); }
 #define __expf exp_fast
+inline float __fdividef(float x, float y) { return x / y; }
 
 inline void prefetch(const void*) {}
 inline void prefetch_bytes(const unsigned char*, int) {}

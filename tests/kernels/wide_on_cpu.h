@@ -17,6 +17,17 @@ inline void copy_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y)
         cpu::block().bulk.push_back({swizzled, y + row < map->rows ? from : zeros, 16, barrier, rand() % 50});
     }
 }
+inline void copy_to_all(u32 target, const TensorMap* map, u32 barrier, int x, int y, unsigned short blocks) {
+    for (int rank = 0; blocks >> rank; ++rank) {
+        const auto before = cpu::block().bulk.size();
+        copy_2d(target, map, barrier, x, y);
+        auto& own = cpu::block().bulk;
+        if (&cpu::blocks[rank] == &cpu::block()) continue;
+        auto& there = cpu::blocks[rank].bulk;
+        there.insert(there.end(), own.begin() + before, own.end());
+        own.resize(before);
+    }
+}
 inline u64 matrix(u32 address, u32 group, u32 column) {
     return 1ull << 62 | u64(group >> 4) << 32 | u64(column >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
@@ -53,4 +64,11 @@ inline void product(float (&d)[N], const u32 (&a)[4], u32 b) {
 
 // Addresses of the cluster's shared memory: the block's number above the place in it.
 inline u32 place_of(u32 at, u32 rank) { return at | rank << 24; }
-inline float4 load_sums(u32 at) { return shared_value<float4>(at & 0xffffff, at >> 24); }
+inline void arrive_at(u32 barrier) {
+    cpu::Barrier& there = cpu::blocks[barrier >> 24].barriers.at(barrier & 0xffffff);
+    --there.left;
+    there.settle();
+}
+inline float4 load_sums(u32 at) {
+    return CLUSTER == 1 ? shared_value<float4>(at) : shared_value<float4>(at & 0xffffff, at >> 24);
+}

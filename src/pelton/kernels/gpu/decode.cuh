@@ -1,6 +1,7 @@
 // What kernels read of a weight in the layout mma16 (gpu_layouts.py). Constants: INNER columns; CODE (u4 0, e4m3 1,
-// s8 2, u8 3, e2m1 4); GROUP (columns of a scale; 0: the row), HALF_SCALES (float16 instead of float32), ZERO (zero
-// points); GATED (0: no; else the activation: silu 1, gelu 2, gelu_tanh 3, relu 4).
+// s8 2, u8 3, e2m1 4, nf4 5); GROUP (columns of a scale; 0: the row), HALF_SCALES (float16 instead of float32),
+// BYTE_SCALES (instead: e4m3 1, with a float32 of the row; e8m0 2), ZERO (zero points); GATED (0: no; else the
+// activation: silu 1, gelu 2, gelu_tanh 3, relu 4).
 #pragma once
 #include "activation.cuh"
 
@@ -11,10 +12,15 @@ typedef unsigned short u16;
 #define DEVICE __device__ __forceinline__
 #endif
 
+#ifndef BYTE_SCALES
+#define BYTE_SCALES 0
+#endif
+
 constexpr bool EIGHT = CODE == 1 || CODE == 2 || CODE == 3;
 constexpr int CODE_BYTES = INNER / (EIGHT ? 32 : 64) * 512;
-constexpr int SCALE_BYTES = HALF_SCALES ? 2 : 4, AREA = 16 * (SCALE_BYTES + ZERO);
-constexpr long long PANEL_BYTES = CODE_BYTES + (GROUP > 0 ? (long long)(INNER / (GROUP > 0 ? GROUP : 1)) * AREA : 64);
+constexpr int SCALE_BYTES = BYTE_SCALES ? 1 : HALF_SCALES ? 2 : 4, AREA = 16 * (SCALE_BYTES + ZERO);
+constexpr int AREAS_AT = CODE_BYTES + (BYTE_SCALES == 1 ? 64 : 0);
+constexpr long long PANEL_BYTES = AREAS_AT + (GROUP > 0 ? (long long)(INNER / (GROUP > 0 ? GROUP : 1)) * AREA : 64);
 
 DEVICE float low_half(u32 w) { return __uint_as_float(w << 16); }
 DEVICE float high_half(u32 w) { return __uint_as_float(w & 0xffff0000u); }
@@ -31,6 +37,20 @@ DEVICE u32 fma2(u32 a, u32 b, u32 c) {
 }
 constexpr u32 ONE = 0x3f803f80, MINUS_ZERO = 0x80008000;
 
+// e4m3 and e2m1, exponent and fraction moved into bfloat16's: the code divided by SMALL_INVERSE. Pairs as `decode`'s.
+constexpr float SMALL_INVERSE = CODE == 1 ? 0x1p120f : 0x1p126f;
+DEVICE void decode_small(u32 word, u32 nibble, u32& a, u32& b) {
+    if (CODE == 1) {
+        const u32 x = __byte_perm(word, 0, 0x1404), y = __byte_perm(word, 0, 0x3424);
+        a = (x & 0x80008000) | ((x >> 4) & 0x07f007f0);
+        b = (y & 0x80008000) | ((y >> 4) & 0x07f007f0);
+    } else {  // the sign to bit 15, the rest to bits 6 to 8
+        const u32 mask = nibble ? 0x00f000f0 : 0x000f000f, factor = nibble ? 0x0104 : 0x1040;
+        a = ((__byte_perm(word, 0, 0x1100) & mask) * factor) & 0x81c081c0;
+        b = ((__byte_perm(word, 0, 0x3322) & mask) * factor) & 0x81c081c0;
+    }
+}
+
 // A word of codes: columns 2q and 2q + 1 of row g, then of row g + 8, as pairs of bfloat16. `less`: the zero point
 // of each row, as `less_of` gives it.
 DEVICE void decode(u32 word, u32 nibble, const u32 (&less)[2], u32& a, u32& b) {
@@ -38,17 +58,14 @@ DEVICE void decode(u32 word, u32 nibble, const u32 (&less)[2], u32& a, u32& b) {
         const u32 q = (nibble ? word >> 4 : word) & 0x0f0f0f0f;
         a = fma2(__byte_perm(q, 0x43434343, 0x4140), ONE, less[0]);
         b = fma2(__byte_perm(q, 0x43434343, 0x4342), ONE, less[1]);
-    } else if (CODE == 1) {  // exponent and fraction move into bfloat16's; 2^120 makes up for their biases
-        u32 x = __byte_perm(word, 0, 0x1404), y = __byte_perm(word, 0, 0x3424);
-        x = (x & 0x80008000) | ((x >> 4) & 0x07f007f0);
-        y = (y & 0x80008000) | ((y >> 4) & 0x07f007f0);
-        a = fma2(x, 0x7b807b80, MINUS_ZERO);
-        b = fma2(y, 0x7b807b80, MINUS_ZERO);
+    } else if (CODE == 1) {  // 2^120 makes up for the biases of the exponents
+        decode_small(word, nibble, a, b);
+        a = fma2(a, 0x7b807b80, MINUS_ZERO);
+        b = fma2(b, 0x7b807b80, MINUS_ZERO);
     } else if (CODE == 4) {  // likewise, 2^126
-        const u32 q = nibble ? word >> 4 : word;
-        const u32 x = __byte_perm(q, 0, 0x4140), y = __byte_perm(q, 0, 0x4342);
-        a = fma2(((x << 12) & 0x80008000) | ((x << 6) & 0x01c001c0), 0x7e807e80, MINUS_ZERO);
-        b = fma2(((y << 12) & 0x80008000) | ((y << 6) & 0x01c001c0), 0x7e807e80, MINUS_ZERO);
+        decode_small(word, nibble, a, b);
+        a = fma2(a, 0x7e807e80, MINUS_ZERO);
+        b = fma2(b, 0x7e807e80, MINUS_ZERO);
     } else {  // the low 7 bits as 128 more, less 128 or, of a negative number, 256: 0x4300 | sign bit
         const u32 s = CODE == 3 ? word ^ 0x80808080 : word;
         const u32 low = s & 0x7f7f7f7f, sign = s & 0x80808080;
@@ -61,14 +78,44 @@ DEVICE void decode(u32 word, u32 nibble, const u32 (&less)[2], u32& a, u32& b) {
     }
 }
 
-// A scale as stored, as a number.
-DEVICE float scale_of(u32 stored) {
-    float y;
-    if (HALF_SCALES)
-        asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(y) : "r"(stored));
-    else
-        y = __uint_as_float(stored);
+// The bytes of nf4's values in bfloat16.
+constexpr u32 NF4_LOW[4] = {0xca063280, 0x00ba3d92, 0xad7c25a3, 0x803910e2}, NF4_HIGH[4] = {0xbebfbfbf, 0x00bdbebe, 0x3e3e3e3d, 0x3f3f3f3e};
+// Bytes of a and b as __byte_perm chooses them, of which selectors above 7 make eight copies of the sign.
+DEVICE u32 sign_bytes(u32 a, u32 b, u32 selectors) {
+    u32 y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selectors));
     return y;
+}
+// A word of nf4, of both nibbles: bytes of bfloat16 looked up by three bits of a code, and chosen by the fourth.
+DEVICE u32 table(u32 codes, u32 upper, u32 t0, u32 t1, u32 t2, u32 t3) {
+    const u32 small = __byte_perm(t0, t1, codes), large = __byte_perm(t2, t3, codes);
+    return (small & ~upper) | (large & upper);
+}
+DEVICE void decode_nf4(u32 word, u32 (&a)[2], u32 (&b)[2]) {
+    const u32 q = word & 0x77777777, first = word << 4;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        // Of bytes 2 row and 2 row + 1 the low and the high nibble: all ones for codes from 8 on.
+        const u32 upper = sign_bytes(first, word, row ? 0xfbea : 0xd9c8), codes = row ? q >> 16 : q;
+        const u32 low = table(codes, upper, NF4_LOW[0], NF4_LOW[1], NF4_LOW[2], NF4_LOW[3]);
+        const u32 high = table(codes, upper, NF4_HIGH[0], NF4_HIGH[1], NF4_HIGH[2], NF4_HIGH[3]);
+#pragma unroll
+        for (int nibble = 0; nibble < 2; ++nibble)
+            (row ? b : a)[nibble] = __byte_perm(low, high, nibble ? 0x7351 : 0x6240);
+    }
+}
+
+DEVICE float of_half(u32 stored) {
+    float y;
+    asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(y) : "r"(stored));
+    return y;
+}
+
+// A scale as stored, as a number; of e8m0 not its NaN.
+DEVICE float scale_of(u32 stored) {
+    if (BYTE_SCALES == 1) return __uint_as_float((stored & 0x80) << 24 | (stored & 0x7f) << 20) * 0x1p120f;
+    if (BYTE_SCALES == 2) return __uint_as_float(stored ? stored << 23 : 0x00400000);
+    return HALF_SCALES ? of_half(stored) : __uint_as_float(stored);
 }
 
 // What is added to decoded codes for a zero point: a pair of bfloat16.

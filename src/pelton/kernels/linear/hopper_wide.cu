@@ -11,23 +11,31 @@
 // A block has EACH panels of results, of which ROW_GROUPS warp groups take a round at a time. Sums over columns are
 // shared by SPLITS groups that take units in turn, and by CLUSTER blocks that take runs of them; they are added up in
 // shared memory, a block's share of the tokens by each, in one order, where bias, activation and residual follow.
+// SHARE blocks with other rows each copy a share of x to all of them. Of HALF_STRIP, two such blocks have 64 rows more,
+// each of half of the tokens.
 //
-// Constants: RESULTS results of INNER columns; TOKENS at most (32, 64, 128), a tile of them a blockIdx.y; ROW_GROUPS;
-// SPLITS; CLUSTER; EACH; STAGES; DEPTH; SUMS; BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to row of the
-// residual); and decode.cuh's.
+// Constants: RESULTS results of INNER columns; TOKENS at most (32, 64, 128, 256), a tile of them a blockIdx.y;
+// ROW_GROUPS; SPLITS; CLUSTER; SHARE; HALF_STRIP; EACH; STAGES; DEPTH; STEPS (of 16 columns that are multiplied while others are
+// decoded); SUMS; BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to row of the residual); and
+// decode.cuh's.
 #include "hopper.cuh"
 #include "decode.cuh"
 #include "shared.cuh"
 
 constexpr int UNIT = 128, ROW_BYTES = 128;
 constexpr int HALVES = GATED ? 2 : 1, PANELS = RESULTS / 16, GROUPS = ROW_GROUPS * SPLITS, THREADS = GROUPS * 128;
-constexpr int ROWS = ROW_GROUPS * 64, ROUND = ROW_GROUPS * 4 / HALVES;  // panels of results of a round
-constexpr int ROUNDS = (EACH + ROUND - 1) / ROUND, UNITS = INNER / UNIT;
+constexpr int STRIP = 4 / HALVES;                   // panels of results of a warp group
+constexpr int ROWS = ROW_GROUPS * 64, ROUND = ROW_GROUPS * STRIP;  // panels of results of a round
+constexpr int ROUNDS = (EACH + HALF_STRIP * STRIP + ROUND - 1) / ROUND, UNITS = INNER / UNIT;
 constexpr int VALUES = TOKENS / 2;                  // of a thread in a tile
 constexpr int LOADS = EIGHT ? 4 : 2;                // of 16 bytes of codes in a unit
 constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0;
-constexpr int WORDS = SCALES > 2 ? 2 : 1;           // of a lane for a unit's scales: 16 rows of two groups each
-constexpr int STEPS = VALUES > 32 ? 1 : 2;          // of 16 columns that are multiplied while others are decoded
+constexpr int WORDS = SCALES > 2 ? SCALES / 2 : 1;  // of a lane for a unit's scales: 16 rows of two groups each
+// Codes that are decoded to less than they are: their scales make up for it, sums for what scales have no room for.
+constexpr bool SMALL = !SUMS && GROUP > 0 && (CODE == 1 || CODE == 4);
+constexpr float SCALED = !SMALL ? 1.0f : BYTE_SCALES == 1 ? 0x1p117f : CODE == 1 ? 0x1p56f : 0x1p62f;
+constexpr float SUMMED = !SMALL ? 1.0f : SMALL_INVERSE / SCALED;
+constexpr bool SHORT = BYTE_SCALES > 0;             // scales that bfloat16 holds
 constexpr u32 UNIT_CODES = LOADS * 512, UNIT_AREA = SCALES * AREA;
 constexpr u32 X_BYTES = 2 * TOKENS * ROW_BYTES, SUMS_BYTES = GROUPS * 64 * TOKENS * 4;
 constexpr u32 SLOT = UNIT_CODES + UNIT_AREA;        // of a warp, for a unit
@@ -38,13 +46,20 @@ static_assert(INNER % UNIT == 0 && RESULTS % 16 == 0, "whole units");
 static_assert(CLUSTER == 1 || ROUNDS == 1, "a cluster's blocks read each other's sums once");
 static_assert(STAGES > SPLITS, "a split's next unit comes before it gives the last one's stage back");
 static_assert(SPLITS == 1 || ROUNDS == 1, "splits take turns in one round");
-static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP % UNIT == 0, "scales of whole quarters");
+static_assert(GROUP == 0 || GROUP == 16 || GROUP == 32 || GROUP == 64 || GROUP % UNIT == 0, "scales of whole quarters");
 static_assert(!SUMS || GROUP == UNIT, "a unit's sum has one scale");
-static_assert(TOKENS % CLUSTER == 0, "tokens of a block");
+static_assert(TOKENS % CLUSTER == 0 && TOKENS % (8 * SHARE) == 0, "tokens of a block");
+static_assert(CLUSTER == 1 || SHARE == 1, "a cluster shares columns or x");
+static_assert(!HALF_STRIP || (SHARE == 2 && SPLITS == 1 && !SUMS && EACH % STRIP == 0), "two have a strip more");
 
 // d (64 x n) = a (64 x 16, registers) @ b (n x 16) transposed, plus d where ADD; `b`: the low half of its description (`matrix` in
 // hopper.cuh), as the high one is the same everywhere: 1024 bytes from eight rows to the next, swizzled.
 #define DESCRIBED(low, add) "{\n.reg .b64 b;\n.reg .pred p;\nmov.b64 b, {" low ", 0x40000040};\nsetp.ne.u32 p, " add ", 0;\n"
+#define NAMES128                                                                                             \
+    NAMES64                                                                                                  \
+    ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89," \
+    "%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112," \
+    "%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define NAMES16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 template <int ADD>
 DEVICE void product(float (&d)[16], const u32 (&a)[4], u32 b) {
@@ -65,6 +80,13 @@ DEVICE void product(float (&d)[64], const u32 (&a)[4], u32 b) {
     asm volatile(DESCRIBED("%68", "%69")
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES64 "}, {%64,%65,%66,%67}, b, p, 1, 1, 0;\n}"
                  : OUT32(d, 0), OUT32(d, 32)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ADD));
+}
+template <int ADD>
+DEVICE void product(float (&d)[128], const u32 (&a)[4], u32 b) {
+    asm volatile(DESCRIBED("%132", "%133")
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NAMES128 "}, {%128,%129,%130,%131}, b, p, 1, 1, 0;\n}"
+                 : OUT32(d, 0), OUT32(d, 32), OUT32(d, 64), OUT32(d, 96)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ADD));
 }
 
@@ -99,6 +121,18 @@ DEVICE u32 place_of(u32 at, u32 rank) {
     return there;
 }
 
+// A box to the same place of all blocks of the cluster in `blocks`, and of their barriers.
+DEVICE void copy_to_all(u32 target, const TensorMap* map, u32 barrier, int x, int y, u16 blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4}], [%2], %5;" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
+        : "memory");
+}
+DEVICE void arrive_at(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 struct Shared {
     u32 base;
     DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 16 * stage; }
@@ -109,9 +143,13 @@ struct Shared {
 
     DEVICE u32 drained() const { return full(STAGES); }  // of the sums that lie where x will
 
-    // By a warp.
+    // By a warp, at all blocks that get x from this one.
     DEVICE void arrive(u32 barrier) const {
-        if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+        if (SHARE == 1) {
+            if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+        } else if (threadIdx.x % 32 < SHARE) {
+            arrive_at(place_of(barrier, threadIdx.x % 32));
+        }
     }
     DEVICE void release(u32 stage) const { arrive(empty(stage)); }
 };
@@ -124,9 +162,23 @@ struct Ring {
     }
 };
 
-// Of a round of this block: its first panel of results, and how many there are.
-DEVICE int first_panel(int round) { return blockIdx.x / CLUSTER * EACH + round * ROUND; }
-DEVICE int panels_of(int round) { return min(min(ROUND, EACH - round * ROUND), PANELS - first_panel(round)); }
+// What a warp group multiplies in a round: panels of results, none where there are no more; `half`: of half of the
+// tokens.
+struct Strip {
+    int panel, panels;
+    bool half;
+    DEVICE Strip(int round, int group) {
+        const int index = round * ROUND + group * STRIP;  // of the block's panels
+        half = HALF_STRIP && index == EACH;
+        if (!HALF_STRIP) panel = blockIdx.x / CLUSTER * EACH + index;
+        else panel = blockIdx.x / 2 * (2 * EACH + STRIP) + (half ? 2 * EACH : blockIdx.x % 2 * EACH + index);
+        panels = min(min(STRIP, half ? STRIP : EACH - index), PANELS - panel);
+    }
+    // The panel of the weight that a warp of the group has; the last more than once.
+    DEVICE int of_warp(int warp) const {
+        return panel + min(warp % STRIP, panels - 1) + (GATED ? warp / 2 * PANELS : 0);
+    }
+};
 
 // By one thread: units first to last of x, for every round.
 DEVICE void copy_x(const Shared& shared, const TensorMap* x, int first, int last) {
@@ -138,8 +190,14 @@ DEVICE void copy_x(const Shared& shared, const TensorMap* x, int first, int last
             barrier_expect(shared.full(ring.stage), X_BYTES);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                copy_2d(shared.x(ring.stage) + i * (TOKENS * ROW_BYTES), x, shared.full(ring.stage), unit * UNIT + 64 * i,
-                        blockIdx.y * TOKENS);
+            {
+                constexpr int ROWS_OF_X = TOKENS / SHARE;
+                const int share = SHARE > 1 ? blockIdx.x % SHARE : 0;
+                const u32 to = shared.x(ring.stage) + (i * TOKENS + share * ROWS_OF_X) * ROW_BYTES;
+                const int column = unit * UNIT + 64 * i, row = blockIdx.y * TOKENS + share * ROWS_OF_X;
+                if (SHARE > 1) copy_to_all(to, x, shared.full(ring.stage), column, row, (1 << SHARE) - 1);
+                else copy_2d(to, x, shared.full(ring.stage), column, row);
+            }
             ring.next();
         }
     }
@@ -150,21 +208,18 @@ DEVICE void copy_x(const Shared& shared, const TensorMap* x, int first, int last
 struct Ahead {
     const u8* weight;
     u32 slots;  // of the warp
-    int warp, first, count, round = -1, left = 0;  // `warp`: of the round's rows; `left`: units of this round
+    int warp, first, count, round = -1, left = 0;  // `warp`: of the round's; `left`: units of this round
     u32 slot = 0;
     const u8* codes;
     const u8* area;
 
     DEVICE void begin_round() {
         for (++round; round < ROUNDS; ++round) {
-            const int panels = panels_of(round);
-            // Groups without a panel have no part in a round.
-            if (warp / 4 * 4 >= HALVES * panels) continue;
-            const int index = min(warp, HALVES * panels - 1);
-            const int panel = first_panel(round) + (index < panels ? index : index - panels + PANELS);
-            const u8* at = weight + panel * PANEL_BYTES;
+            const Strip strip(round, warp / 4);
+            if (strip.panels <= 0) continue;
+            const u8* at = weight + strip.of_warp(warp % 4) * PANEL_BYTES;
             codes = at + first * UNIT_CODES + threadIdx.x % 32 * 16;
-            area = at + CODE_BYTES + (GROUP > UNIT ? 0 : first * UNIT_AREA) + threadIdx.x % 32 * 16;
+            area = at + AREAS_AT + (GROUP > UNIT ? 0 : first * UNIT_AREA) + threadIdx.x % 32 * 16;
             left = count;
             return;
         }
@@ -194,10 +249,18 @@ struct Sums {
     }
 };
 
-// One unit, from `slot` on. `before`: the stage of the unit before.
+// The sums of all tokens, or of half of them.
+template <int HALVED>
+DEVICE float (&sums_of(float (&d)[VALUES]))[VALUES >> HALVED] {
+    return reinterpret_cast<float(&)[VALUES >> HALVED]>(d);
+}
+DEVICE int first_of_half() { return blockIdx.x % 2 * (TOKENS / 2); }
+
+// One unit, from `slot` on. `before`: the stage of the unit before. HALVED: of half of the tokens.
+template <int HALVED>
 DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& sums, u32 slot, Ahead& ahead) {
     const int lane = threadIdx.x % 32;
-    const u32 x = u32(matrix(shared.x(ring.stage), 8 * ROW_BYTES, 16));
+    const u32 x = u32(matrix(shared.x(ring.stage) + (HALVED ? first_of_half() * ROW_BYTES : 0), 8 * ROW_BYTES, 16));
     copies_wait<DEPTH - 2>();
     __syncwarp();
     u32 scales[WORDS], lesser[WORDS];  // of row lane % 16: the scale (two bfloat16 unless SUMS), the zero point
@@ -205,42 +268,57 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
     for (int w = 0; w < WORDS && SCALES > 0; ++w) {
         const u32 area = slot + UNIT_CODES + (2 * w + (SCALES > 1 ? lane / 16 : 0)) * AREA;
         const u32 at = area + SCALE_BYTES * (lane % 16);
-        const float scale = scale_of(HALF_SCALES ? get_half(at) : __float_as_uint(get(at))), top = rounded(scale);
+        const float scale = SCALED * scale_of(SHORT ? get_byte(at) : HALF_SCALES ? get_half(at) : __float_as_uint(get(at)));
+        const float top = rounded(scale);
         scales[w] = SUMS ? __float_as_uint(scale) : pack_bf16(top, scale - top);
         lesser[w] = less_of(ZERO ? get_byte(area + 16 * SCALE_BYTES + lane % 16) : 0);
     }
     uint4 codes = get_4(slot + lane * 16);
     ahead.copy();
-    u32 less[2] = {0, 0}, high[2], low[2], a[2][STEPS][4];
+    u32 less[2] = {0, 0}, high[2], low[2], a[2][STEPS][4], both[2][4][2];
     float next_scale[2];
 #pragma unroll
     for (int turn = 0; turn < 8 / STEPS; ++turn) {
-        constexpr int SPAN = GROUP > 0 && GROUP < UNIT ? GROUP / 16 : 8;  // steps of a scale
-        if (SCALES > 0 && turn * STEPS % SPAN == 0) {
-            const int group = turn * STEPS / SPAN;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int from = group % 2 * 16 + 8 * r + lane / 4;
-                const u32 scale = __shfl_sync(~0u, scales[group / 2], from);
-                next_scale[r] = __uint_as_float(scale);
-                high[r] = __byte_perm(scale, 0, 0x1010);
-                low[r] = __byte_perm(scale, 0, 0x3232);
-                if (ZERO) less[r] = __shfl_sync(~0u, lesser[group / 2], from);
-            }
-        }
         // The registers of two turns ago have been read; at the second, those of the unit before.
         if (!SUMS || turn > 0) product_wait<1>();
         if (!SUMS && turn == 1 && before != ~0u) shared.release(before);
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
             const int step = turn * STEPS + s, load = EIGHT ? step / 2 : step / 4;
+            constexpr int SPAN = GROUP > 0 && GROUP < UNIT ? GROUP / 16 : 8;  // steps of a scale
+            if (SCALES > 0 && step % SPAN == 0) {
+                const int group = step / SPAN;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int from = group % 2 * 16 + 8 * r + lane / 4;
+                    const u32 scale = __shfl_sync(~0u, scales[group / 2], from);
+                    next_scale[r] = __uint_as_float(scale);
+                    high[r] = __byte_perm(scale, 0, 0x1010);
+                    low[r] = __byte_perm(scale, 0, 0x3232);
+                    if (ZERO) less[r] = __shfl_sync(~0u, lesser[group / 2], from);
+                }
+            }
             const u32 nibble = EIGHT ? 0 : step / 2 % 2;
             u32(&w)[4] = a[turn % 2][s];
-            decode(step % 2 ? codes.z : codes.x, nibble, less, w[0], w[1]);
-            decode(step % 2 ? codes.w : codes.y, nibble, less, w[2], w[3]);
+            const u32 first = step % 2 ? codes.z : codes.x, second = step % 2 ? codes.w : codes.y;
+            if (CODE == 5) {
+                if (nibble == 0) {
+                    decode_nf4(first, both[step % 2][0], both[step % 2][1]);
+                    decode_nf4(second, both[step % 2][2], both[step % 2][3]);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) w[i] = both[step % 2][i][nibble];
+            } else if (SMALL) {
+                decode_small(first, nibble, w[0], w[1]);
+                decode_small(second, nibble, w[2], w[3]);
+            } else {
+                decode(first, nibble, less, w[0], w[1]);
+                decode(second, nibble, less, w[2], w[3]);
+            }
             if (SCALES > 0 && !SUMS)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) w[i] = fma2(w[i], high[i % 2], fma2(w[i], low[i % 2], MINUS_ZERO));
+                for (int i = 0; i < 4; ++i)
+                    w[i] = fma2(w[i], high[i % 2], SHORT ? MINUS_ZERO : fma2(w[i], low[i % 2], MINUS_ZERO));
             if (step % (EIGHT ? 2 : 4) == (EIGHT ? 1 : 3) && step < 7) codes = get_4(slot + (load + 1) * 512 + lane * 16);
         }
         if (SUMS && turn == 0) {
@@ -263,7 +341,7 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
                 if (step == 0) product<0>(sums.part, a[turn % 2][s], at);
                 else product<1>(sums.part, a[turn % 2][s], at);
             } else {
-                product<1>(sums.whole, a[turn % 2][s], at);
+                product<1>(sums_of<HALVED>(sums.whole), a[turn % 2][s], at);
             }
         }
         product_commit();
@@ -272,15 +350,17 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
 
 // Row `warp * 16 + lane / 4` (and 8 on), token 8 j + 2 (lane % 4) + e is element 4 j + 2 h + e. A token's rows follow
 // one another, in an order that spreads a warp's over all banks.
-DEVICE void put_sums(u32 at, int warp, const float (&d)[VALUES]) {
+DEVICE void put_sums(u32 at, int warp, const float (&d)[VALUES], bool half) {
     const int q = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const u32 row = at + 4 * ((warp * 16 + 8 * h + g) ^ (q << 3)) + q * (8 * ROWS);
+        const u32 row = at + 4 * ((warp * 16 + 8 * h + g) ^ (q << 3)) + q * (8 * ROWS) + (half ? first_of_half() * 4 * ROWS : 0);
 #pragma unroll
-        for (int j = 0; j < TOKENS / 8; ++j)
+        for (int j = 0; j < TOKENS / 8; ++j) {
+            if (HALF_STRIP && half && j >= TOKENS / 16) break;
 #pragma unroll
             for (int e = 0; e < 2; ++e) put(row + (8 * j + e) * (4 * ROWS), d[4 * j + 2 * h + e]);
+        }
     }
 }
 
@@ -310,7 +390,8 @@ DEVICE void scale_and_add(float (&v)[4], float4 sum, const Operands& o, int n) {
     v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        if (GROUP == 0) v[i] *= __ldg((const float*)(o.weight + n / 16 * PANEL_BYTES + CODE_BYTES) + n % 16 + i);
+        if (SUMMED != 1.0f) v[i] *= SUMMED;
+        if (GROUP == 0 || BYTE_SCALES == 1) v[i] *= __ldg((const float*)(o.weight + n / 16 * PANEL_BYTES + CODE_BYTES) + n % 16 + i);
         if (BIAS) v[i] += __ldg(o.bias + n + i);
     }
 }
@@ -321,16 +402,19 @@ DEVICE void finish(u32 sums, const Operands& o, int round, int tokens) {
 #pragma unroll
     for (int b = 0; b < CLUSTER; ++b) places[b] = CLUSTER > 1 ? place_of(sums, b) : sums;
     constexpr int QUADS = ROUND * 4, PART = TOKENS / CLUSTER;
-    const int panels = panels_of(round), begin = CLUSTER > 1 ? blockIdx.x % CLUSTER * PART : 0;
+    const int begin = CLUSTER > 1 ? blockIdx.x % CLUSTER * PART : 0;
+#pragma unroll 2
     for (int i = threadIdx.x; i < PART * QUADS; i += THREADS) {
-        const int token = begin + i / QUADS, row = i % QUADS * 4, m = blockIdx.y * TOKENS + token;
-        if (m >= tokens) return;
-        if (row >= 16 * panels) continue;
-        const int n = first_panel(round) * 16 + row;
+        const int token = begin + i / QUADS, quad = i % QUADS, m = blockIdx.y * TOKENS + token;
+        if (m >= tokens) break;
+        const int group = quad / (4 * STRIP), in_strip = quad % (4 * STRIP) * 4, row = group * 64 + in_strip;
+        const Strip strip(round, group);
+        if (in_strip >= 16 * strip.panels || (strip.half && token / (TOKENS / 2) != blockIdx.x % 2)) continue;
+        const int n = strip.panel * 16 + in_strip;
         float v[4], up[4];
         scale_and_add(v, sum_of(places, token, row), o, n);
         if (GATED) {
-            scale_and_add(up, sum_of(places, token, row + 16 * panels), o, RESULTS + n);
+            scale_and_add(up, sum_of(places, token, row + 32), o, RESULTS + n);
             // Rounded as the product's own result would be.
 #pragma unroll
             for (int k = 0; k < 4; ++k) v[k] = activate(rounded(v[k])) * rounded(up[k]);
@@ -365,11 +449,13 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
         Sums sums;
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) sums.whole[i] = 0.0f;
-        const bool has_part = warp / 4 * 4 < HALVES * panels_of(round);
+        const Strip strip(round, warp / 4);
+        const bool has_part = strip.panels > 0;
         u32 before = ~0u;
         if (has_part) {
             for (int i = 0; i < count; ++i) {
-                multiply(shared, ring, before, sums, slots + slot * SLOT, ahead);
+                if (HALF_STRIP && strip.half) multiply<HALF_STRIP>(shared, ring, before, sums, slots + slot * SLOT, ahead);
+                else multiply<0>(shared, ring, before, sums, slots + slot * SLOT, ahead);
                 before = ring.stage;
                 if (++slot == DEPTH) slot = 0;
 #pragma unroll
@@ -391,7 +477,7 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
         }
         // All have read x, which makes room for the sums.
         named_sync(1, THREADS);
-        if (has_part) put_sums(shared.sums() + split * (ROWS * TOKENS * 4), warp, sums.whole);
+        if (has_part) put_sums(shared.sums() + split * (ROWS * TOKENS * 4), warp, sums.whole, strip.half);
         if (CLUSTER > 1) {
             cluster_arrive();
             cluster_wait();
@@ -412,9 +498,10 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
 }
 
 // Where sums need more registers than an even share, the copying warps give some up.
-constexpr bool UNEVEN = GROUPS == 4 && (SUMS || VALUES > 32);
+constexpr bool UNEVEN = (GROUPS == 4 && (SUMS || VALUES > 32)) || VALUES > 64;
+static_assert(!UNEVEN || GROUPS == 4 || GROUPS == 2, "registers for four, or for two");
 
-extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) __cluster_dims__(CLUSTER, 1, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) __cluster_dims__(CLUSTER * SHARE, 1, 1)
     wide(const u8* weight, const __grid_constant__ TensorMap x_map, const float* bias, const u16* residual, u16* out,
          int tokens) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -423,12 +510,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
         prefetch_map(&x_map);
         for (u32 i = 0; i < STAGES; ++i) {
             barrier_init(shared.full(i), 1);
-            barrier_init(shared.empty(i), ROW_GROUPS * 4);
+            barrier_init(shared.empty(i), ROW_GROUPS * 4 * SHARE);
         }
-        barrier_init(shared.drained(), GROUPS * 4);
+        barrier_init(shared.drained(), GROUPS * 4 * SHARE);
         barrier_init_fence();
     }
     __syncthreads();
+    if (SHARE > 1) {  // the others' barriers are there
+        cluster_arrive();
+        cluster_wait();
+    }
     launch_next();
     const int rank = blockIdx.x % CLUSTER;
     const int first = rank * UNITS / CLUSTER, last = (rank + 1) * UNITS / CLUSTER;
@@ -446,7 +537,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
             cluster_wait();
         }
     } else {
-        if (UNEVEN) registers_more<112>();
+        if (UNEVEN) registers_more<GROUPS == 4 ? 112 : 240>();
         compute(shared, first, last, tokens, Operands{weight, bias, residual, out});
+    }
+    if (SHARE > 1) {  // no block's memory is copied to, or arrived at, after its end
+        __syncwarp();
+        cluster_arrive();
+        cluster_wait();
     }
 }

@@ -5,16 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from pelton.dtypes import GPU_BLOCK_TYPES
 from pelton.ir.group_blocks import group_of
-from pelton.kernels.gpu_layouts import panel_bytes
+from pelton.kernels.gated_activation.cuda import KINDS
+from pelton.kernels.gpu_layouts import PANEL, panel_bytes
 from pelton.kernels.launch import CallSpec, CudaBuilder, TensorMap, Term, Work, rows
 from pelton.kernels.linear.packed import LAYOUT, type_constants
-from pelton.kernels.linear.packed_few import UNIT, code_constants, supports_few
 from pelton.kernels.linear.products import Form, Product, normed_workspace
 from pelton.kernels.linear.tiles import PROCESSORS
 from pelton.kernels.tactic import NodeSpec, Tactic
 
 FILE = "linear/hopper_wide.cu"
+#: Columns of a unit.
+UNIT = 128
+#: Values of the constants CODE and GATED.
+CODES = {"u4": 0, "e4m3": 1, "s8": 2, "u8": 3, "e2m1": 4, "nf4": 5}
+ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 #: Largest numbers of tokens that have a kernel.
 WIDE_STEPS = (32, 64, 128, 256)
 #: Tokens of a tile.
@@ -48,6 +54,12 @@ class WideTiles:
     """Panels of results of a block."""
     sums: bool = False
     """Whether the sums of a group of columns are scaled, not its weights."""
+    share: int = 1
+    """Blocks that copy x for each other."""
+    half_strip: bool = False
+    """Whether two blocks that share x have 64 rows of the weight more, each of half of the tokens."""
+    steps: int = 0
+    """Of 16 columns that are multiplied while others are decoded; 0: as many as registers allow."""
 
 
 def wide_tiles(n: int, tokens: int, gated: bool, quant: str) -> WideTiles:
@@ -88,10 +100,10 @@ class _Layout:
 def layout_of(tiles: WideTiles, quant: str) -> _Layout:
     """Codes have the shared memory that x leaves, and x at least what the sums need that will lie there."""
     warps, x = 4 * tiles.row_groups * tiles.splits, 2 * _ROW_BYTES * tiles.tokens
-    slot = panel_bytes(quant, UNIT) - (64 if group_of(quant) == 0 else 0)
+    slot = panel_bytes(quant, UNIT) - (64 if group_of(quant) == 0 or quant == "nvfp4" else 0)
     sums = warps * 16 * tiles.tokens * 4
     free = _SHARED - _BESIDES
-    stages = max(-(-sums // x), min(_MOST_STAGES, free // 2 // x), tiles.splits + 1)
+    stages = max(-(-sums // x), min(_MOST_STAGES, max(3, free // 2 // x)), tiles.splits + 1)
     depth = min(_DEPTH, (free - stages * x) // (warps * slot))
     assert depth >= 2, f"{tiles} does not fit"
     return _Layout(stages, depth, stages * x + warps * depth * slot + _BESIDES)
@@ -105,7 +117,7 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
         dtype=p.x.dtype,
         shape=(p.k, max_tokens),
         strides=(2 * (p.k if normed else p.x.strides[0]),),
-        box=(_ROW_BYTES // 2, tiles.tokens),
+        box=(_ROW_BYTES // 2, tiles.tokens // tiles.share),
     )
     b = CudaBuilder(call, FILE, "wide").input(1)
     b = b.workspace_map(0, x_map) if normed else b.tensor_map(0, x_map)
@@ -116,11 +128,13 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
     groups = tiles.row_groups * tiles.splits
     layout = layout_of(tiles, p.weight.quant)
     # As the kernel's UNEVEN.
-    uneven = groups == 4 and (tiles.sums or tiles.tokens > 64)
+    uneven = (groups == 4 and (tiles.sums or tiles.tokens > 64)) or tiles.tokens > 128
+    panels = tiles.share * tiles.each + (_GROUP_PANELS // (2 if form.gated else 1) if tiles.half_strip else 0)
+    blocks = -(-p.n // (PANEL * panels)) * tiles.share * tiles.cluster
     return (
         *p.norm(),
         b.launch(
-            (Term(times=-(-p.n // (16 * tiles.each)) * tiles.cluster),),
+            (Term(times=blocks),),
             (rows(p.x, tiles.tokens),),
             constants={
                 "RESULTS": p.n,
@@ -129,14 +143,17 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
                 "ROW_GROUPS": tiles.row_groups,
                 "SPLITS": tiles.splits,
                 "CLUSTER": tiles.cluster,
+                "SHARE": tiles.share,
+                "HALF_STRIP": int(tiles.half_strip),
                 "EACH": tiles.each,
                 "STAGES": layout.stages,
                 "DEPTH": layout.depth,
+                "STEPS": tiles.steps or (1 if tiles.tokens == 128 else 2),
                 "SUMS": int(tiles.sums),
                 "BIAS": int(bias),
                 "RESIDUAL": int(form.residual is not None),
                 "R_ROW": 0 if form.residual is None else call.input(form.residual).strides[0],
-                **code_constants(p.weight.quant, p.kind),
+                **constants_of(p.weight.quant, p.kind),
             },
             threads=128 * groups + (128 if uneven else 32),
             shared=layout.shared,
@@ -146,11 +163,34 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
     )
 
 
+def constants_of(quant: str, activation: str) -> dict[str, int]:
+    """What the kernel must know of the type of the weight."""
+    kind = type_constants(quant)
+    return {
+        "CODE": CODES[str(kind["CODE"])],
+        "GROUP": int(kind["GROUP"]),
+        "HALF_SCALES": int(kind["SCALE"] == "float16"),
+        "BYTE_SCALES": ("e4m3", "e8m0").index(kind["SCALE"]) + 1 if kind["SCALE"] in ("e4m3", "e8m0") else 0,
+        "ZERO": int(kind["ZERO"]),
+        "GATED": ACTIVATIONS[activation],
+    }
+
+
 def supports_wide(form: Form, node: NodeSpec) -> bool:
-    """Codes of up to 4 bits in groups, whole units of the weight."""
-    weight = node.inputs[1]
+    """bfloat16, whole units of the weight, vectors in float32 as engines have them."""
+    x, weight, *_ = node.inputs
+    assert x is not None
     assert weight is not None
-    return supports_few(form, node) and type_constants(weight.quant)["CODE"] == "u4"
+    vectors = [node.inputs[i] for i in (2, form.norm) if i is not None]
+    rows_of = [x] + ([] if form.residual is None else [node.inputs[form.residual]])
+    return (
+        weight.quant in GPU_BLOCK_TYPES
+        and all(t is None or (t.quant or t.dtype) == "float32" for t in vectors)
+        and all(t is not None and t.dtype == "bfloat16" for t in rows_of)
+        and int(weight.shape[0]) % (PANEL * (2 if form.gated else 1)) == 0
+        and int(weight.shape[1]) % UNIT == 0
+        and (not form.gated or node.attrs["kind"] in KINDS)
+    )
 
 
 def wide_tactics(op: str, form: Form) -> list[Tactic]:
