@@ -28,9 +28,8 @@ from pelton.dtypes import BLOCK_TYPES
 from pelton.engine.resources import cores
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work
 from pelton.kernels.layouts import LAYOUTS
-from pelton.kernels.linear.packed import packed, type_constants, unpacked
+from pelton.kernels.linear.packed import packed, unpacked
 from pelton.kernels.linear.packed_few import FewTiles, clusters_and_stages, few
-from pelton.kernels.linear.packed_many import ManyTiles, many
 from pelton.kernels.linear.packed_tiles import PackedTiles, unit_columns
 from pelton.kernels.linear.packed_wide import WIDE_STEPS, wide, wide_tiles
 from pelton.kernels.linear.products import Form
@@ -101,12 +100,7 @@ def variants(quants: list[str], tokens: list[int], shapes: list[str], kinds: set
                 few_tiles = FewTiles(held, *shape)
                 if clusters_and_stages(form, n // 2 if form.gated else n, k, quant, few_tiles)[1]:
                     tried.append((asdict(few_tiles), (few(form, call, few_tiles),)))
-        if "many" in kinds and m >= 16:
-            for tokens_of_tile, groups in ((32, 2), (32, 3), (64, 2), (64, 3), (128, 2)):
-                if tokens_of_tile <= 2 * m and not (groups == 3 and form.gated and tokens_of_tile > 32):
-                    many_tiles = ManyTiles(tokens_of_tile, groups)
-                    tried.append(({"many": 1, **asdict(many_tiles)}, many(form, call, many_tiles, m)))
-        if "wide" in kinds and 16 < m <= WIDE_STEPS[-1] and type_constants(quant)["CODE"] == "u4":
+        if "wide" in kinds and 16 < m <= WIDE_STEPS[-1]:
             step = next(t for t in WIDE_STEPS if m <= t)
             wide_used = wide_tiles(n // 2 if form.gated else n, step, form.gated, quant)
             tried.append(({"wide": 1, **asdict(wide_used)}, wide(form, call, wide_used, m)))
@@ -163,7 +157,7 @@ def main() -> None:
     parser.add_argument("--types", default="int4_g128,fp8_row")
     parser.add_argument("--tokens", default="1,8,16,32,64,128,256")
     parser.add_argument("--shapes", default="qkv,o,gate_up,down")
-    parser.add_argument("--kinds", default="few,many,wide,packed,unpack")
+    parser.add_argument("--kinds", default="few,wide,packed,unpack")
     parser.add_argument("--top", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -1,4 +1,4 @@
-"""The kernel of dozens to hundreds of tokens and packed weights (``hopper_wide.cu``) run on a CPU, its PTX emulated."""
+"""The kernel of many tokens and packed weights (``hopper_wide.cu``) run on a CPU, its PTX emulated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUN = """
 extern "C" int run(int clusters, int tiles, SIGNATURE) {
     for (int y = 0; y < tiles; ++y)
         for (int i = 0; i < clusters; ++i)
-            if (cpu::first = i * CLUSTER * SHARE; !cpu::run(CLUSTER * SHARE, LAUNCHED, SHARED, y, 0, [&] { CALL; })) return 1;
+            if (cpu::first = i * CLUSTER; !cpu::run(CLUSTER, LAUNCHED, SHARED, y, 0, [&] { CALL; })) return 1;
     return 0;
 }
 """
@@ -48,10 +48,10 @@ class TensorMap(C.Structure):
         ("int4_g128", 208, 384, ADD, 70, WideTiles(128, 3, 1, 4, 12), True),  # blocks without columns
         ("int4_g64", 128, 896, ADD, 130, WideTiles(128, 2, 2, 2, 8), False),
         ("int4_g32", 80, 640, ADD, 17, WideTiles(32, 1, 4, 2, 4), True),
-        ("int4_g128", 96, 384, GATED, 250, WideTiles(256, 2, 1, 1, 8, share=2, steps=4), True),
-        ("int4_g128", 240, 384, GATED, 250, WideTiles(256, 2, 1, 1, 6, share=2, half_strip=True, steps=4), True),
-        ("int4_g64", 320, 256, Form(), 180, WideTiles(256, 2, 1, 1, 4, share=2, half_strip=True), False),
-        ("int4_g64", 144, 256, Form(), 140, WideTiles(256, 2, 1, 1, 8, share=2), False),  # a block without rows
+        ("int4_g128", 96, 384, GATED, 250, WideTiles(256, 2, 1, 1, 6, steps=4), True),
+        ("int4_g128", 240, 384, GATED, 250, WideTiles(256, 2, 1, 1, 6, half_strip=True, steps=4), True),
+        ("int4_g64", 320, 256, Form(), 180, WideTiles(256, 2, 1, 1, 4, half_strip=True), False),
+        ("int4_g64", 144, 256, Form(), 140, WideTiles(256, 2, 1, 1, 8), False),
         ("int3_g64", 48, 256, GATED, 9, WideTiles(32, 3, 1, 1, 6), False),
         ("int8_g128", 64, 256, Form(), 20, WideTiles(32, 1, 1, 1, 4, sums=True), True),
         ("int8_g32", 80, 256, GATED, 40, WideTiles(64, 2, 1, 1, 8), False),
@@ -92,11 +92,11 @@ def test_products_are_what_the_weight_says(
     out = np.full((tokens, n), 0x7FC0, np.uint16)
     inputs = [aligned(a) for a in (x, LAYOUTS["mma16"].pack(weight), offsets, residual)]
     columns, rows_of_tokens = (sum(t.value({"T": tokens}) for t in axis) for axis in launch.grid)
-    given: list[Any] = [C.c_int(columns // (tiles.cluster * tiles.share)), C.c_int(rows_of_tokens)]
+    given: list[Any] = [C.c_int(columns // tiles.cluster), C.c_int(rows_of_tokens)]
     for argument in launch.arguments:
         match argument.kind:
             case "tensor_map":
-                given.append(TensorMap(inputs[0].ctypes.data, k, tokens, tiles.tokens // tiles.share))
+                given.append(TensorMap(inputs[0].ctypes.data, k, tokens, tiles.tokens))
             case "input" | "output":
                 array = out if argument.kind == "output" else inputs[argument.index]
                 given.append(C.c_void_p(array.ctypes.data))

@@ -17,17 +17,6 @@ inline void copy_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y)
         cpu::block().bulk.push_back({swizzled, y + row < map->rows ? from : zeros, 16, barrier, rand() % 50});
     }
 }
-inline void copy_to_all(u32 target, const TensorMap* map, u32 barrier, int x, int y, unsigned short blocks) {
-    for (int rank = 0; blocks >> rank; ++rank) {
-        const auto before = cpu::block().bulk.size();
-        copy_2d(target, map, barrier, x, y);
-        auto& own = cpu::block().bulk;
-        if (&cpu::blocks[rank] == &cpu::block()) continue;
-        auto& there = cpu::blocks[rank].bulk;
-        there.insert(there.end(), own.begin() + before, own.end());
-        own.resize(before);
-    }
-}
 inline u64 matrix(u32 address, u32 group, u32 column) {
     return 1ull << 62 | u64(group >> 4) << 32 | u64(column >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
@@ -37,6 +26,7 @@ template <int PENDING>
 inline void product_wait() {}
 template <int N>
 inline void pin(float (&)[N]) {}
+inline void pin(uint4&) {}
 template <int N>
 inline void registers_less() {}
 template <int N>
@@ -62,13 +52,22 @@ inline void product(float (&d)[N], const u32 (&a)[4], u32 b) {
     __syncwarp();
 }
 
+// A lane's values of each matrix: rows 2 (lane % 4) and the next, column lane / 4.
+inline void put_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    auto& given = cpu::warp().shared;
+    given[cpu::lane()][0] = at;
+    __syncwarp();
+    const u32 words[4] = {a, b, c, d};
+    for (int i = 0; i < 4; ++i)
+        for (int e = 0; e < 2; ++e) {
+            const u32 row = given[8 * i + cpu::lane() % 4 * 2 + e][0];
+            shared_value<unsigned short>(row + cpu::lane() / 4 * 2) = words[i] >> 16 * e;
+        }
+    __syncwarp();
+}
+
 // Addresses of the cluster's shared memory: the block's number above the place in it.
 inline u32 place_of(u32 at, u32 rank) { return at | rank << 24; }
-inline void arrive_at(u32 barrier) {
-    cpu::Barrier& there = cpu::blocks[barrier >> 24].barriers.at(barrier & 0xffffff);
-    --there.left;
-    there.settle();
-}
 inline float4 load_sums(u32 at) {
     return CLUSTER == 1 ? shared_value<float4>(at) : shared_value<float4>(at & 0xffffff, at >> 24);
 }

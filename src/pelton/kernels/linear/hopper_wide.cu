@@ -4,18 +4,19 @@
 // A warp has a panel of 16 rows, four of them, a warp group, the 64 rows of an asynchronous product. Each warp copies
 // its own codes and scales into shared memory, DEPTH - 1 units of 128 columns ahead, every lane the codes that it decodes:
 // nothing but the warp waits for them. It begins before the kernel ahead in the stream has ended. x
-// comes through a ring of STAGES units that one warp fills by tensor copies. Decoded and scaled (by a sum of two
+// comes through a ring of STAGES times 64 columns that one warp fills by tensor copies. Decoded and scaled (by a sum of two
 // bfloat16, exact to 16 bits) in registers, the weight is multiplied from there, while the group decodes the next
 // columns and other groups do both.
 //
 // A block has EACH panels of results, of which ROW_GROUPS warp groups take a round at a time. Sums over columns are
 // shared by SPLITS groups that take units in turn, and by CLUSTER blocks that take runs of them; they are added up in
 // shared memory, a block's share of the tokens by each, in one order, where bias, activation and residual follow.
-// SHARE blocks with other rows each copy a share of x to all of them. Of HALF_STRIP, two such blocks have 64 rows more,
-// each of half of the tokens.
+// Where a group has whole sums of gate and up, it needs no other: it puts them, rounded, where it can read them token by
+// token, and goes on; copying warps that have nothing to copy finish them, but for those of the last round. Of
+// HALF_STRIP, two blocks have 64 rows more, each of half of the tokens.
 //
 // Constants: RESULTS results of INNER columns; TOKENS at most (32, 64, 128, 256), a tile of them a blockIdx.y;
-// ROW_GROUPS; SPLITS; CLUSTER; SHARE; HALF_STRIP; EACH; STAGES; DEPTH; STEPS (of 16 columns that are multiplied while others are
+// ROW_GROUPS; SPLITS; CLUSTER; HALF_STRIP; EACH; STAGES; DEPTH; STEPS (of 16 columns that are multiplied while others are
 // decoded); SUMS; BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to row of the residual); and
 // decode.cuh's.
 #include "hopper.cuh"
@@ -37,20 +38,21 @@ constexpr float SCALED = !SMALL ? 1.0f : BYTE_SCALES == 1 ? 0x1p117f : CODE == 1
 constexpr float SUMMED = !SMALL ? 1.0f : SMALL_INVERSE / SCALED;
 constexpr bool SHORT = BYTE_SCALES > 0;             // scales that bfloat16 holds
 constexpr u32 UNIT_CODES = LOADS * 512, UNIT_AREA = SCALES * AREA;
-constexpr u32 X_BYTES = 2 * TOKENS * ROW_BYTES, SUMS_BYTES = GROUPS * 64 * TOKENS * 4;
+constexpr bool STAGED = GATED && SPLITS == 1 && CLUSTER == 1;  // sums have a place of their own
+constexpr u32 X_BYTES = TOKENS * ROW_BYTES, SUMS_BYTES = GROUPS * 64 * TOKENS * 4;
 constexpr u32 SLOT = UNIT_CODES + UNIT_AREA;        // of a warp, for a unit
-// A round's sums lie where x was.
-constexpr u32 SLOTS_AT = STAGES * X_BYTES > SUMS_BYTES ? STAGES * X_BYTES : SUMS_BYTES;
+// A round's sums lie behind x, or where it was.
+constexpr u32 SLOTS_AT = STAGED ? (STAGES + GROUPS) * X_BYTES : STAGES * X_BYTES > SUMS_BYTES ? STAGES * X_BYTES : SUMS_BYTES;
 constexpr u32 BARRIERS_AT = SLOTS_AT + GROUPS * 4 * DEPTH * SLOT;
 static_assert(INNER % UNIT == 0 && RESULTS % 16 == 0, "whole units");
+static_assert(HALVES * PANELS * PANEL_BYTES >> 32 == 0, "offsets of 32 bits");
 static_assert(CLUSTER == 1 || ROUNDS == 1, "a cluster's blocks read each other's sums once");
-static_assert(STAGES > SPLITS, "a split's next unit comes before it gives the last one's stage back");
+static_assert(STAGES % 2 == 0 && STAGES / 2 > SPLITS, "a split's next unit comes before it gives the last one's stage back");
 static_assert(SPLITS == 1 || ROUNDS == 1, "splits take turns in one round");
 static_assert(GROUP == 0 || GROUP == 16 || GROUP == 32 || GROUP == 64 || GROUP % UNIT == 0, "scales of whole quarters");
 static_assert(!SUMS || GROUP == UNIT, "a unit's sum has one scale");
-static_assert(TOKENS % CLUSTER == 0 && TOKENS % (8 * SHARE) == 0, "tokens of a block");
-static_assert(CLUSTER == 1 || SHARE == 1, "a cluster shares columns or x");
-static_assert(!HALF_STRIP || (SHARE == 2 && SPLITS == 1 && !SUMS && EACH % STRIP == 0), "two have a strip more");
+static_assert(TOKENS % CLUSTER == 0, "tokens of a block");
+static_assert(!HALF_STRIP || (CLUSTER == 1 && SPLITS == 1 && !SUMS && EACH % STRIP == 0), "two have a strip more");
 
 // d (64 x n) = a (64 x 16, registers) @ b (n x 16) transposed, plus d where ADD; `b`: the low half of its description (`matrix` in
 // hopper.cuh), as the high one is the same everywhere: 1024 bytes from eight rows to the next, swizzled.
@@ -104,6 +106,9 @@ DEVICE void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Keeps the compiler from using these before this point.
+DEVICE void pin(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory"); }
+
 // Four sums, of any block of the cluster.
 DEVICE float4 load_sums(u32 at) {
     float4 v;
@@ -121,44 +126,30 @@ DEVICE u32 place_of(u32 at, u32 rank) {
     return there;
 }
 
-// A box to the same place of all blocks of the cluster in `blocks`, and of their barriers.
-DEVICE void copy_to_all(u32 target, const TensorMap* map, u32 barrier, int x, int y, u16 blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%3, %4}], [%2], %5;" ::"r"(target),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
-        : "memory");
-}
-DEVICE void arrive_at(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 struct Shared {
     u32 base;
     DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 16 * stage; }
     DEVICE u32 empty(u32 stage) const { return full(stage) + 8; }
     DEVICE u32 x(u32 stage) const { return base + stage * X_BYTES; }
     DEVICE u32 sums() const { return base; }
+    DEVICE u32 staged(u32 group) const { return base + (STAGES + group) * X_BYTES; }
     DEVICE u32 slots(u32 warp) const { return base + SLOTS_AT + warp * (DEPTH * SLOT); }
 
     DEVICE u32 drained() const { return full(STAGES); }  // of the sums that lie where x will
+    DEVICE u32 nothing() const { return empty(STAGES); }  // where two stages would follow, for arrivals that count for none
 
-    // By a warp, at all blocks that get x from this one.
+    // By a warp.
     DEVICE void arrive(u32 barrier) const {
-        if (SHARE == 1) {
-            if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-        } else if (threadIdx.x % 32 < SHARE) {
-            arrive_at(place_of(barrier, threadIdx.x % 32));
-        }
+        if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
     }
     DEVICE void release(u32 stage) const { arrive(empty(stage)); }
 };
 
-// The place in a ring.
+// The place in a ring: of a unit, two stages.
 struct Ring {
     u32 stage = 0, parity = 0;
     DEVICE void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if ((stage += 2) == STAGES) stage = 0, parity ^= 1;
     }
 };
 
@@ -184,19 +175,14 @@ struct Strip {
 DEVICE void copy_x(const Shared& shared, const TensorMap* x, int first, int last) {
     Ring ring;
     for (int round = 0; round < ROUNDS; ++round) {
-        if (round > 0) barrier_wait(shared.drained(), (round - 1) % 2);
+        if (!STAGED && round > 0) barrier_wait(shared.drained(), (round - 1) % 2);
         for (int unit = first; unit < last; ++unit) {
-            if (round * (last - first) + unit - first >= STAGES) barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
-            barrier_expect(shared.full(ring.stage), X_BYTES);
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-            {
-                constexpr int ROWS_OF_X = TOKENS / SHARE;
-                const int share = SHARE > 1 ? blockIdx.x % SHARE : 0;
-                const u32 to = shared.x(ring.stage) + (i * TOKENS + share * ROWS_OF_X) * ROW_BYTES;
-                const int column = unit * UNIT + 64 * i, row = blockIdx.y * TOKENS + share * ROWS_OF_X;
-                if (SHARE > 1) copy_to_all(to, x, shared.full(ring.stage), column, row, (1 << SHARE) - 1);
-                else copy_2d(to, x, shared.full(ring.stage), column, row);
+            for (int i = 0; i < 2; ++i) {
+                const u32 stage = ring.stage + i;
+                if (round * (last - first) + unit - first >= STAGES / 2) barrier_wait(shared.empty(stage), ring.parity ^ 1);
+                barrier_expect(shared.full(stage), X_BYTES);
+                copy_2d(shared.x(stage), x, shared.full(stage), unit * UNIT + 64 * i, blockIdx.y * TOKENS);
             }
             ring.next();
         }
@@ -209,15 +195,13 @@ struct Ahead {
     const u8* weight;
     u32 slots;  // of the warp
     int warp, first, count, round = -1, left = 0;  // `warp`: of the round's; `left`: units of this round
-    u32 slot = 0;
-    const u8* codes;
-    const u8* area;
+    u32 slot = 0, codes, area;  // where they are in the weight
 
     DEVICE void begin_round() {
         for (++round; round < ROUNDS; ++round) {
             const Strip strip(round, warp / 4);
             if (strip.panels <= 0) continue;
-            const u8* at = weight + strip.of_warp(warp % 4) * PANEL_BYTES;
+            const u32 at = u32(strip.of_warp(warp % 4)) * u32(PANEL_BYTES);
             codes = at + first * UNIT_CODES + threadIdx.x % 32 * 16;
             area = at + AREAS_AT + (GROUP > UNIT ? 0 : first * UNIT_AREA) + threadIdx.x % 32 * 16;
             left = count;
@@ -228,8 +212,8 @@ struct Ahead {
         if (left > 0) {
             const u32 to = slots + slot * SLOT + threadIdx.x % 32 * 16;
 #pragma unroll
-            for (int i = 0; i < LOADS; ++i) copy_chunk(to + i * 512, codes + i * 512);
-            if (SCALES > 0 && threadIdx.x % 32 < UNIT_AREA / 16) copy_chunk(to + UNIT_CODES, area);
+            for (int i = 0; i < LOADS; ++i) copy_chunk(to + i * 512, weight + codes + i * 512);
+            if (SCALES > 0 && threadIdx.x % 32 < UNIT_AREA / 16) copy_chunk(to + UNIT_CODES, weight + area);
             codes += SPLITS * UNIT_CODES;
             area += SPLITS * UNIT_AREA;
             if (--left == 0) begin_round();
@@ -256,10 +240,17 @@ DEVICE float (&sums_of(float (&d)[VALUES]))[VALUES >> HALVED] {
 }
 DEVICE int first_of_half() { return blockIdx.x % 2 * (TOKENS / 2); }
 
-// One unit, from `slot` on. `before`: the stage of the unit before. HALVED: of half of the tokens.
+// What is left of a unit's x, when its products have ended.
+DEVICE void release_last(const Shared& shared, u32 stage) {
+    if (8 / STEPS == 2) shared.release(stage);
+    shared.release(stage + 1);
+}
+
+// One unit, from `slot` on. `before`: the first stage of the unit before. HALVED: of half of the tokens.
 template <int HALVED>
 DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& sums, u32 slot, Ahead& ahead) {
     const int lane = threadIdx.x % 32;
+    constexpr int TURNS = 8 / STEPS;
     const u32 x = u32(matrix(shared.x(ring.stage) + (HALVED ? first_of_half() * ROW_BYTES : 0), 8 * ROW_BYTES, 16));
     copies_wait<DEPTH - 2>();
     __syncwarp();
@@ -278,10 +269,13 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
     u32 less[2] = {0, 0}, high[2], low[2], a[2][STEPS][4], both[2][4][2];
     float next_scale[2];
 #pragma unroll
-    for (int turn = 0; turn < 8 / STEPS; ++turn) {
-        // The registers of two turns ago have been read; at the second, those of the unit before.
-        if (!SUMS || turn > 0) product_wait<1>();
-        if (!SUMS && turn == 1 && before != ~0u) shared.release(before);
+    for (int turn = 0; turn < TURNS; ++turn) {
+        // The registers of two turns ago have been read, and so has their x.
+        product_wait<1>();
+        pin(codes);  // nothing is decoded before
+        if (turn == TURNS / 2 + 1) shared.release(ring.stage);
+        if (!SUMS && TURNS == 2 && turn == 0) shared.release(before);
+        if (!SUMS && turn == 1) shared.release(before + 1);
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
             const int step = turn * STEPS + s, load = EIGHT ? step / 2 : step / 4;
@@ -323,20 +317,18 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
         }
         if (SUMS && turn == 0) {
             product_wait<0>();
-            if (before != ~0u) {
-                shared.release(before);
-                pin(sums.part);
-                sums.add_part();
-            }
+            release_last(shared, before);
+            pin(sums.part);
+            sums.add_part();
 #pragma unroll
             for (int r = 0; r < 2; ++r) sums.scale[r] = next_scale[r];
         }
-        if (turn == 0) barrier_wait(shared.full(ring.stage), ring.parity);
+        if (turn % (TURNS / 2) == 0) barrier_wait(shared.full(ring.stage + turn / (TURNS / 2)), ring.parity);
         product_fence();
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
             const int step = turn * STEPS + s;
-            const u32 at = x + (step / 4 * (TOKENS * ROW_BYTES) >> 4) + step % 4 * 2;
+            const u32 at = x + (step / 4 * X_BYTES >> 4) + step % 4 * 2;
             if constexpr (SUMS) {
                 if (step == 0) product<0>(sums.part, a[turn % 2][s], at);
                 else product<1>(sums.part, a[turn % 2][s], at);
@@ -380,6 +372,7 @@ DEVICE float4 sum_of(const u32 (&places)[CLUSTER], int token, int row) {
 
 struct Operands {
     const u8* weight;
+    int tokens;
     const float* bias;
     const u16* residual;
     u16* out;
@@ -397,7 +390,7 @@ DEVICE void scale_and_add(float (&v)[4], float4 sum, const Operands& o, int n) {
 }
 
 // A round's results, of this block's tokens.
-DEVICE void finish(u32 sums, const Operands& o, int round, int tokens) {
+DEVICE void finish(u32 sums, const Operands& o, int round) {
     u32 places[CLUSTER];
 #pragma unroll
     for (int b = 0; b < CLUSTER; ++b) places[b] = CLUSTER > 1 ? place_of(sums, b) : sums;
@@ -406,7 +399,7 @@ DEVICE void finish(u32 sums, const Operands& o, int round, int tokens) {
 #pragma unroll 2
     for (int i = threadIdx.x; i < PART * QUADS; i += THREADS) {
         const int token = begin + i / QUADS, quad = i % QUADS, m = blockIdx.y * TOKENS + token;
-        if (m >= tokens) break;
+        if (m >= o.tokens) break;
         const int group = quad / (4 * STRIP), in_strip = quad % (4 * STRIP) * 4, row = group * 64 + in_strip;
         const Strip strip(round, group);
         if (in_strip >= 16 * strip.panels || (strip.half && token / (TOKENS / 2) != blockIdx.x % 2)) continue;
@@ -430,10 +423,106 @@ DEVICE void finish(u32 sums, const Operands& o, int round, int tokens) {
     }
 }
 
+// ---- Whole sums of gate and up ----
+
+// Of a group's strip, rounded: tokens of 64 rows, in pieces of 16 bytes whose order spreads reads and writes over all banks.
+DEVICE u32 piece_of(u32 at, int token, int piece) {
+    return at + token * ROW_BYTES + ((piece ^ (token >> 1 & 3) ^ (token & 1) << 2) << 4);
+}
+
+// Four 8 by 8 matrices, each to eight places of 16 bytes, of which lane 8 i + r names row r of the i-th; a lane has a
+// column's two values of each.
+DEVICE void put_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+
+// A warp's 16 rows, with row scales and bias, as the product's own result would be.
+DEVICE void put_strip(u32 at, const Strip& strip, int warp, const float (&d)[VALUES], const Operands& o) {
+    const int lane = threadIdx.x % 32, panel = strip.of_warp(warp);
+    float factor[2], add[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = lane / 4 + 8 * h;
+        factor[h] = SUMMED, add[h] = 0.0f;
+        if (GROUP == 0 || BYTE_SCALES == 1) factor[h] *= __ldg((const float*)(o.weight + panel * PANEL_BYTES + CODE_BYTES) + row);
+        if (BIAS) add[h] = __ldg(o.bias + panel * 16 + row);
+    }
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; j += 2) {
+        if (HALF_STRIP && strip.half && j >= TOKENS / 16) break;
+        u32 w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* v = d + 4 * (j + i / 2) + 2 * (i % 2);
+            w[i] = pack_bf16(v[0] * factor[i % 2] + add[i % 2], v[1] * factor[i % 2] + add[i % 2]);
+        }
+        const int token = (strip.half ? first_of_half() : 0) + 8 * (j + lane / 16) + lane % 8;
+        put_transposed(piece_of(at, token, 2 * warp + lane / 8 % 2), w[0], w[1], w[2], w[3]);
+    }
+}
+
+// By some threads, of which this is the `thread`-th.
+template <int OF_THREADS>
+DEVICE void finish_strip(u32 at, const Strip& strip, const Operands& o, int thread) {
+    const int piece = thread % 4, n = strip.panel * 16 + 8 * piece;
+    if (piece / 2 >= strip.panels) return;
+    const int begin = strip.half ? first_of_half() : 0, count = strip.half ? TOKENS / 2 : TOKENS;
+#pragma unroll 2
+    for (int i = thread / 4; i < count; i += OF_THREADS / 4) {
+        const int token = begin + i, m = blockIdx.y * TOKENS + token;
+        if (m >= o.tokens) break;
+        const uint4 gate = get_4(piece_of(at, token, piece)), up = get_4(piece_of(at, token, 4 + piece));
+        const u32 g[4] = {gate.x, gate.y, gate.z, gate.w}, u[4] = {up.x, up.y, up.z, up.w};
+        u32 y[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            y[k] = pack_bf16(activate(low_half(g[k])) * low_half(u[k]), activate(high_half(g[k])) * high_half(u[k]));
+        *(uint4*)(o.out + (long long)m * RESULTS + n) = make_uint4(y[0], y[1], y[2], y[3]);
+    }
+}
+
+// Where sums need more registers than an even share, the copying warps give some up; of two groups the rest of
+// them finish rounds.
+constexpr bool UNEVEN = (GROUPS == 4 && (SUMS || VALUES > 32)) || VALUES > 64;
+constexpr int FINISHERS = STAGED && VALUES > 64 && ROUNDS > 1 ? 96 : 0;
+static_assert(!UNEVEN || GROUPS == 4 || GROUPS == 2, "registers for four, or for two");
+// Named barriers of a group: of its own; its sums are there; they are taken.
+DEVICE u32 own(int group) { return 2 + group; }
+DEVICE u32 there(int group) { return 6 + group; }
+DEVICE u32 taken(int group) { return 10 + group; }
+
+DEVICE void finish_rounds(const Shared& shared, const Operands& o) {
+    for (int round = 0; round + 1 < ROUNDS; ++round)
+        for (int group = 0; group < GROUPS; ++group) {
+            const Strip strip(round, group);
+            if (strip.panels <= 0) continue;
+            named_sync(there(group), 128 + FINISHERS);
+            finish_strip<96>(shared.staged(group), strip, o, threadIdx.x - (THREADS + 32));
+            named_arrive(taken(group), 128 + FINISHERS);
+        }
+}
+
+// Of the group of this thread.
+DEVICE void end_round(const Shared& shared, int round, int group, const Strip& strip, const Sums& sums, const Operands& o) {
+    if (round > 0) {  // the last round's are not needed any more
+        if (FINISHERS) named_sync(taken(group), 128 + FINISHERS);
+        else named_sync(own(group), 128);
+    }
+    put_strip(shared.staged(group), strip, threadIdx.x / 32 % 4, sums.whole, o);
+    if (FINISHERS && round + 1 < ROUNDS) {
+        named_arrive(there(group), 128 + FINISHERS);
+    } else {
+        named_sync(own(group), 128);
+        finish_strip<128>(shared.staged(group), strip, o, threadIdx.x % 128);
+    }
+}
+
 // Units first to last of the columns, by the groups that have a part in them.
-DEVICE void compute(const Shared& shared, int first, int last, int tokens, const Operands& o) {
+DEVICE void compute(const Shared& shared, int first, int last, const Operands& o) {
     // By a shuffle the compiler knows that a warp's threads have the same.
-    const int number = __shfl_sync(~0u, threadIdx.x / 32, 0), group = number / 4, split = group / ROW_GROUPS;
+    const int number = __shfl_sync(~0u, threadIdx.x / 32, 0), group = number / 4, split = SPLITS == 1 ? 0 : group / ROW_GROUPS;
     const int warp = group % ROW_GROUPS * 4 + number % 4;
     const int count = (last - first - split + SPLITS - 1) / SPLITS;
     const u32 slots = shared.slots(number);
@@ -448,10 +537,11 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
     for (int round = 0; round < ROUNDS; ++round) {
         Sums sums;
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) sums.whole[i] = 0.0f;
+        for (int i = 0; i < VALUES; ++i) sums.whole[i] = sums.part[i] = 0.0f;
+        sums.scale[0] = sums.scale[1] = 0.0f;
         const Strip strip(round, warp / 4);
         const bool has_part = strip.panels > 0;
-        u32 before = ~0u;
+        u32 before = STAGES;  // none
         if (has_part) {
             for (int i = 0; i < count; ++i) {
                 if (HALF_STRIP && strip.half) multiply<HALF_STRIP>(shared, ring, before, sums, slots + slot * SLOT, ahead);
@@ -464,16 +554,21 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
             product_wait<0>();
             pin(sums.whole);
             if (SUMS) pin(sums.part);
-            if (before != ~0u) {
-                shared.release(before);
-                sums.add_part();
-            }
+            release_last(shared, before);
+            sums.add_part();
         } else {
             for (int i = 0; i < count; ++i) {
-                barrier_wait(shared.full(ring.stage), ring.parity);
-                shared.release(ring.stage);
+#pragma unroll
+                for (int part = 0; part < 2; ++part) {
+                    barrier_wait(shared.full(ring.stage + part), ring.parity);
+                    shared.release(ring.stage + part);
+                }
                 for (int k = 0; k < SPLITS; ++k) ring.next();
             }
+        }
+        if (STAGED) {
+            if (has_part) end_round(shared, round, group, strip, sums, o);
+            continue;
         }
         // All have read x, which makes room for the sums.
         named_sync(1, THREADS);
@@ -484,7 +579,7 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
         } else {
             named_sync(1, THREADS);
         }
-        finish(shared.sums(), o, round, tokens);
+        finish(shared.sums(), o, round);
         if (round + 1 < ROUNDS) {
             fence_async();
             __syncwarp();
@@ -497,11 +592,7 @@ DEVICE void compute(const Shared& shared, int first, int last, int tokens, const
     }
 }
 
-// Where sums need more registers than an even share, the copying warps give some up.
-constexpr bool UNEVEN = (GROUPS == 4 && (SUMS || VALUES > 32)) || VALUES > 64;
-static_assert(!UNEVEN || GROUPS == 4 || GROUPS == 2, "registers for four, or for two");
-
-extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) __cluster_dims__(CLUSTER * SHARE, 1, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) __cluster_dims__(CLUSTER, 1, 1)
     wide(const u8* weight, const __grid_constant__ TensorMap x_map, const float* bias, const u16* residual, u16* out,
          int tokens) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -510,21 +601,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
         prefetch_map(&x_map);
         for (u32 i = 0; i < STAGES; ++i) {
             barrier_init(shared.full(i), 1);
-            barrier_init(shared.empty(i), ROW_GROUPS * 4 * SHARE);
+            barrier_init(shared.empty(i), ROW_GROUPS * 4);
         }
-        barrier_init(shared.drained(), GROUPS * 4 * SHARE);
+        barrier_init(shared.drained(), GROUPS * 4);
+        for (u32 i = 0; i < 2; ++i) barrier_init(shared.nothing() + 16 * i, 1);
         barrier_init_fence();
     }
     __syncthreads();
-    if (SHARE > 1) {  // the others' barriers are there
-        cluster_arrive();
-        cluster_wait();
-    }
     launch_next();
+    const Operands o{weight, tokens, bias, residual, out};
     const int rank = blockIdx.x % CLUSTER;
     const int first = rank * UNITS / CLUSTER, last = (rank + 1) * UNITS / CLUSTER;
     if (__shfl_sync(~0u, threadIdx.x / 128, 0) >= GROUPS) {
-        if (UNEVEN) registers_less<24>();
+        if (UNEVEN) registers_less<FINISHERS ? 40 : 24>();
+        if (FINISHERS && threadIdx.x >= THREADS + 32) finish_rounds(shared, o);
         if (threadIdx.x == THREADS) {
             wait_for_previous();
             copy_x(shared, &x_map, first, last);
@@ -537,12 +627,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
             cluster_wait();
         }
     } else {
-        if (UNEVEN) registers_more<GROUPS == 4 ? 112 : 240>();
-        compute(shared, first, last, tokens, Operands{weight, bias, residual, out});
-    }
-    if (SHARE > 1) {  // no block's memory is copied to, or arrived at, after its end
-        __syncwarp();
-        cluster_arrive();
-        cluster_wait();
+        if (UNEVEN) registers_more<GROUPS == 4 ? 112 : 232>();
+        compute(shared, first, last, o);
     }
 }

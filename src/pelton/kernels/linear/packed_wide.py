@@ -30,8 +30,8 @@ _GROUP_PANELS = 4
 _ROW_BYTES = 128
 #: Dynamic shared memory, bytes; besides x, sums and codes: barriers, up to a multiple of 1024.
 _SHARED = 227 << 10
-_BESIDES = 1024 + 16 * 9
-_MOST_STAGES = 8
+_BESIDES = 1024 + 16 * 18
+_MOST_STAGES = 16
 #: Units in a warp's slots, at most: more do not help.
 _DEPTH = 4
 #: Clusters of so many blocks that an H200 runs at a time, a block a multiprocessor.
@@ -54,10 +54,8 @@ class WideTiles:
     """Panels of results of a block."""
     sums: bool = False
     """Whether the sums of a group of columns are scaled, not its weights."""
-    share: int = 1
-    """Blocks that copy x for each other."""
     half_strip: bool = False
-    """Whether two blocks that share x have 64 rows of the weight more, each of half of the tokens."""
+    """Whether two blocks have 64 rows of the weight more, each of half of the tokens."""
     steps: int = 0
     """Of 16 columns that are multiplied while others are decoded; 0: as many as registers allow."""
 
@@ -97,16 +95,21 @@ class _Layout:
     shared: int
 
 
-def layout_of(tiles: WideTiles, quant: str) -> _Layout:
-    """Codes have the shared memory that x leaves, and x at least what the sums need that will lie there."""
-    warps, x = 4 * tiles.row_groups * tiles.splits, 2 * _ROW_BYTES * tiles.tokens
+def layout_of(tiles: WideTiles, quant: str, gated: bool) -> _Layout:
+    """Codes have the shared memory that x leaves, and x at least what sums need that will lie there."""
+    groups, stage = tiles.row_groups * tiles.splits, _ROW_BYTES * tiles.tokens
+    staged = gated and tiles.splits == tiles.cluster == 1
     slot = panel_bytes(quant, UNIT) - (64 if group_of(quant) == 0 or quant == "nvfp4" else 0)
-    sums = warps * 16 * tiles.tokens * 4
-    free = _SHARED - _BESIDES
-    stages = max(-(-sums // x), min(_MOST_STAGES, max(3, free // 2 // x)), tiles.splits + 1)
-    depth = min(_DEPTH, (free - stages * x) // (warps * slot))
+    free = _SHARED - _BESIDES - (groups * stage if staged else 0)
+    least = 2 * (tiles.splits + 1)
+    if not staged:
+        least = max(least, -(-groups * 64 * tiles.tokens * 4 // stage))
+    least += least % 2
+    depth = min(_DEPTH, (free - least * stage) // (4 * groups * slot))
     assert depth >= 2, f"{tiles} does not fit"
-    return _Layout(stages, depth, stages * x + warps * depth * slot + _BESIDES)
+    stages = min(_MOST_STAGES, (free - depth * 4 * groups * slot) // stage) // 2 * 2
+    used = max(stages, least) * stage + depth * 4 * groups * slot
+    return _Layout(max(stages, least), depth, used + _SHARED - free)
 
 
 def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple[Work, ...]:
@@ -117,7 +120,7 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
         dtype=p.x.dtype,
         shape=(p.k, max_tokens),
         strides=(2 * (p.k if normed else p.x.strides[0]),),
-        box=(_ROW_BYTES // 2, tiles.tokens // tiles.share),
+        box=(_ROW_BYTES // 2, tiles.tokens),
     )
     b = CudaBuilder(call, FILE, "wide").input(1)
     b = b.workspace_map(0, x_map) if normed else b.tensor_map(0, x_map)
@@ -126,11 +129,13 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
         b = b.nothing() if index is None else b.input(index)
     b.output().dim(p.x.shape[0])
     groups = tiles.row_groups * tiles.splits
-    layout = layout_of(tiles, p.weight.quant)
+    layout = layout_of(tiles, p.weight.quant, form.gated)
     # As the kernel's UNEVEN.
     uneven = (groups == 4 and (tiles.sums or tiles.tokens > 64)) or tiles.tokens > 128
-    panels = tiles.share * tiles.each + (_GROUP_PANELS // (2 if form.gated else 1) if tiles.half_strip else 0)
-    blocks = -(-p.n // (PANEL * panels)) * tiles.share * tiles.cluster
+    blocks = -(-p.n // (PANEL * tiles.each)) * tiles.cluster
+    if tiles.half_strip:
+        strip = _GROUP_PANELS // (2 if form.gated else 1)
+        blocks = -(-p.n // (PANEL * (2 * tiles.each + strip))) * 2
     return (
         *p.norm(),
         b.launch(
@@ -143,7 +148,6 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
                 "ROW_GROUPS": tiles.row_groups,
                 "SPLITS": tiles.splits,
                 "CLUSTER": tiles.cluster,
-                "SHARE": tiles.share,
                 "HALF_STRIP": int(tiles.half_strip),
                 "EACH": tiles.each,
                 "STAGES": layout.stages,
@@ -185,6 +189,7 @@ def supports_wide(form: Form, node: NodeSpec) -> bool:
     rows_of = [x] + ([] if form.residual is None else [node.inputs[form.residual]])
     return (
         weight.quant in GPU_BLOCK_TYPES
+        and int(weight.shape[0]) // PANEL * panel_bytes(weight.quant, int(weight.shape[1])) < 1 << 32
         and all(t is None or (t.quant or t.dtype) == "float32" for t in vectors)
         and all(t is not None and t.dtype == "bfloat16" for t in rows_of)
         and int(weight.shape[0]) % (PANEL * (2 if form.gated else 1)) == 0

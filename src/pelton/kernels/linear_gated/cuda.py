@@ -4,7 +4,6 @@ from pelton.kernels.linear.hopper_invariant import invariant_tactics
 from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
 from pelton.kernels.linear.packed_few import few_tactics
-from pelton.kernels.linear.packed_many import many_tactics
 from pelton.kernels.linear.packed_wide import wide_tactics
 from pelton.kernels.linear.products import Form, tactics
 from pelton.kernels.linear.rows8 import rows8_tactics
@@ -14,7 +13,6 @@ TACTICS = [
     *tactics("linear_gated", FORM),
     *packed_tactics("linear_gated", FORM),
     *few_tactics("linear_gated", FORM),
-    *many_tactics("linear_gated", FORM),
     *wide_tactics("linear_gated", FORM),
     *rows8_tactics("linear_gated", FORM),
     *product_tactics("linear_gated", FORM),

@@ -4,7 +4,6 @@ from pelton.kernels.linear.hopper_invariant import invariant_tactics
 from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
 from pelton.kernels.linear.packed_few import few_tactics
-from pelton.kernels.linear.packed_many import many_tactics
 from pelton.kernels.linear.packed_wide import wide_tactics
 from pelton.kernels.linear.products import Form, tactics
 from pelton.kernels.linear.rows8 import rows8_tactics
@@ -14,7 +13,6 @@ TACTICS = [
     *tactics("norm_linear", FORM),
     *packed_tactics("norm_linear", FORM),
     *few_tactics("norm_linear", FORM),
-    *many_tactics("norm_linear", FORM),
     *wide_tactics("norm_linear", FORM),
     *rows8_tactics("norm_linear", FORM),
     *product_tactics("norm_linear", FORM),
