@@ -1,10 +1,14 @@
-"""Sweeps tiles of the products with packed weights at Llama-3.1-8B's shapes.
+"""Products with packed weights at Llama-3.1-8B's shapes: those that builds take, or a sweep of tiles.
 
+    python benchmarks/h200_quant_kernels.py --chosen [--types bfloat16,nvfp4] [--tokens 1,16] [--json FILE]
     python benchmarks/h200_quant_kernels.py [--types int4_g128,fp8_row] [--tokens 1,16] [--top 2] [--compile]
 
 As ``h200_kernels.py``: microseconds of a launch in a CUDA graph over copies of the weight that L2 does not
 hold, and the share of the floor, the format's own bytes at 4.3 TB/s or the operations at 790 TFLOP/s.
 ``--compile`` only fills Triton's cache, in processes, without a GPU.
+
+``--chosen``: of each type, bfloat16 among them, the tactic that is taken without timing for exact inputs,
+kernels overlapping as in a step; o and down add a residual, gate and up end with the activation.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from h200_kernels import BANDWIDTH, SHAPES, Bench, Variant, compile_or_none, ope
 
 from pelton.dtypes import BLOCK_TYPES
 from pelton.engine.resources import cores
+from pelton.ir import group_encoder
+from pelton.ir.tensors import f32_to_bf16
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work
 from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.linear.packed import packed, unpacked
@@ -34,6 +40,7 @@ from pelton.kernels.linear.packed_tiles import PackedTiles, unit_columns
 from pelton.kernels.linear.packed_wide import WIDE_STEPS, wide, wide_tiles
 from pelton.kernels.linear.products import Form
 from pelton.kernels.linear.tiles import PROCESSORS
+from pelton.kernels.tactic import NodeSpec, TensorSpec, all_tactics
 
 _OPS = 790e12
 
@@ -46,7 +53,8 @@ def packed_call(quant: str, n: int, k: int, *, gated: bool = False) -> CallSpec:
 
 def floor_us(quant: str, m: int, n: int, k: int) -> float:
     """Of the format's own bytes, as checkpoints hold them, or of the operations."""
-    return 1e6 * max(n * BLOCK_TYPES[quant].row_bytes(k) / BANDWIDTH, 2 * m * n * k / _OPS)
+    row = 2 * k if quant == "bfloat16" else BLOCK_TYPES[quant].row_bytes(k)
+    return 1e6 * max(n * row / BANDWIDTH, 2 * m * n * k / _OPS)
 
 
 #: Worth trying up to so many tokens: tokens, panels, units, programs a multiprocessor, stages, warps.
@@ -113,6 +121,36 @@ def variants(quants: list[str], tokens: list[int], shapes: list[str], kinds: set
             yield Variant(f"{quant} {name}", m, tiles_used, works, {"T": m}, floor)
 
 
+#: Of each shape, the op and its residual.
+OPS = {"qkv": "linear", "o": "linear_add", "gate_up": "linear_gated", "down": "linear_add"}
+
+
+def chosen(quants: list[str], tokens: list[int], shapes: list[str]) -> Iterator[Variant]:
+    """What builds take without timing on sm_90."""
+    tactics = sorted((t for t in all_tactics().values() if t.device == "cuda"), key=lambda t: t.order)
+    for quant, name, m in itertools.product(quants, shapes, tokens):
+        (n, k), gated = SHAPES[name], OPS[name] == "linear_gated"
+        packed_type = "" if quant == "bfloat16" else quant
+        weight = OperandSpec(
+            dtype="uint8" if packed_type else quant, shape=(n, k), strides=(k, 1), quant=packed_type
+        )
+        out = operand("T", n // 2 if gated else n)
+        inputs = (operand("T", k), weight, None, *([out] if OPS[name] == "linear_add" else []))
+        call = CallSpec(inputs=inputs, outputs=(out,), attrs={"kind": "silu"} if gated else {})
+        specs = [i and TensorSpec(dtype=i.dtype, shape=i.shape, quant=i.quant) for i in inputs]
+        node = NodeSpec(op=OPS[name], inputs=tuple(specs), attrs=call.attrs, activations="bfloat16")
+        tactic = next(
+            t
+            for t in tactics
+            if t.op == node.op and t.takes(m) and not t.batch_invariant and t.precision == "bfloat16"
+            if t.launches is not None and t.supports(node)
+        )
+        assert tactic.launches is not None
+        floor = floor_us(quant, m, n, k)
+        used = {"tactic": tactic.name, "layout": tactic.weight_layouts.get(1, "rows")}
+        yield Variant(f"{quant} {name}", m, used, tactic.launches(call, m), {"T": m}, floor)
+
+
 class QuantBench(Bench):
     """Also runs products that are left to cuBLASLt."""
 
@@ -127,6 +165,9 @@ class QuantBench(Bench):
 
         arguments = {f: getattr(work, f) for f in ("n", "k", "x_row", "dtype", "out_dtype")}
         places = {f: address(getattr(work, f)) for f in ("x", "weight", "out")}
+        if work.residual is not None:
+            places |= {"residual": address(work.residual)}
+            arguments |= {"residual_row": work.residual_row}
         return lambda: self.cublas.matmul(self.stream, tokens=dims["T"], **arguments, **places)
 
 
@@ -137,6 +178,38 @@ def addresses(bench: Bench, quant: str, n: int, k: int) -> list[tuple[list[int],
         ([bench.small.address, bench.big.address + i * size, 0], [bench.small.address + (256 << 20)])
         for i in range(copies)
     ]
+
+
+def table(bench: QuantBench, found: list[Variant]) -> list[dict[str, Any]]:
+    """Times what is chosen, of real weights, and prints it."""
+    rows, bench.overlap = [], True
+    for what, group in itertools.groupby(found, key=lambda v: v.what):
+        quant, name = what.split()
+        n, k = SHAPES[name]
+        data = weight_bytes(quant, n, k)
+        size = -(-data.nbytes // 4096) * 4096
+        small, copies = bench.small.address, max(2, min(48, (512 << 20) // size))
+        inputs = [[small, bench.big.address + i * size, 0, small + (384 << 20)] for i in range(copies)]
+        for _, weight, *_ in inputs:
+            bench.stream.copy_in(weight, data.ctypes.data, data.nbytes)
+            bench.stream.wait()
+        line = f"{quant:<10}{name:<8}"
+        for variant in group:
+            us = bench.microseconds(variant, [(i, [small + (512 << 20)]) for i in inputs])
+            rows.append({"what": what, "size": variant.size, "us": round(us, 2), "floor": variant.floor_us})
+            rows[-1] |= variant.tiles
+            line += f"{us:>8.1f} {variant.floor_us / us:>4.0%}"
+        print(line, flush=True)
+    return rows
+
+
+def weight_bytes(quant: str, n: int, k: int) -> np.ndarray[Any, Any]:
+    """Normally distributed values, as the kernels read them."""
+    part = np.random.default_rng(0).standard_normal((64, k), dtype=np.float32) * np.float32(0.02)
+    if quant == "bfloat16":
+        return np.tile(f32_to_bf16(part), (n // 64, 1)).view(np.uint8)
+    panels = LAYOUTS["mma16"].pack(group_encoder.encode(part, quant))
+    return np.tile(panels.reshape(-1), n // 64)
 
 
 def fill(bench: Bench) -> None:
@@ -159,12 +232,14 @@ def main() -> None:
     parser.add_argument("--shapes", default="qkv,o,gate_up,down")
     parser.add_argument("--kinds", default="few,wide,packed,unpack")
     parser.add_argument("--top", type=int, default=2)
+    parser.add_argument("--chosen", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     tokens = [int(t) for t in args.tokens.split(",")]
     kinds = set(args.kinds.split(","))
-    found = list(variants(args.types.split(","), tokens, args.shapes.split(","), kinds))
+    types, shapes = args.types.split(","), args.shapes.split(",")
+    found = list(chosen(types, tokens, shapes) if args.chosen else variants(types, tokens, shapes, kinds))
     sources = list(dict.fromkeys(w.kernel for v in found for w in v.works if isinstance(w, LaunchSpec)))
     print(f"{len(found)} variants, {len(sources)} kernels", flush=True)
     with ProcessPoolExecutor(cores()) as pool:
@@ -174,6 +249,12 @@ def main() -> None:
     if args.compile:
         return
     bench = QuantBench(cubins)
+    if args.chosen:
+        print(f"{'type':<10}{'shape':<8}" + "".join(f"{m:>8}     " for m in tokens))
+        rows = table(bench, found)
+        if args.json:
+            args.json.write_text(json.dumps(rows))
+        return
     fill(bench)
     rows = []
     for (what, size), group in itertools.groupby(found, key=lambda v: (v.what, v.size)):
