@@ -120,6 +120,8 @@ DEVICE float4 load_sums(u32 at) {
                      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
     return v;
 }
+// As cluster_arrive, where nothing that was written must be seen: no fence.
+DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE u32 place_of(u32 at, u32 rank) {
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
@@ -240,32 +242,49 @@ DEVICE float (&sums_of(float (&d)[VALUES]))[VALUES >> HALVED] {
 }
 DEVICE int first_of_half() { return blockIdx.x % 2 * (TOKENS / 2); }
 
+// Of a unit, loaded ahead: the first codes; of row lane % 16 the scale (two bfloat16 unless SUMS) and the zero point.
+struct Loaded {
+    uint4 codes;
+    u32 scales[WORDS], lesser[WORDS];
+
+    DEVICE void load(u32 slot) {
+        const int lane = threadIdx.x % 32;
+        copies_wait<DEPTH - 2>();
+        __syncwarp();
+#pragma unroll
+        for (int w = 0; w < WORDS && SCALES > 0; ++w) {
+            const u32 area = slot + UNIT_CODES + (2 * w + (SCALES > 1 ? lane / 16 : 0)) * AREA;
+            const u32 at = area + SCALE_BYTES * (lane % 16);
+            const float scale = SCALED * scale_of(SHORT ? get_byte(at) : HALF_SCALES ? get_half(at) : __float_as_uint(get(at)));
+            const float top = rounded(scale);
+            scales[w] = SUMS ? __float_as_uint(scale) : pack_bf16(top, scale - top);
+            lesser[w] = less_of(ZERO ? get_byte(area + 16 * SCALE_BYTES + lane % 16) : 0);
+        }
+        codes = get_4(slot + lane * 16);
+    }
+};
+// Whether a unit is loaded in the one before: where that takes no registers that are needed.
+constexpr bool EARLY = GROUPS < 4;
+
 // What is left of a unit's x, when its products have ended.
 DEVICE void release_last(const Shared& shared, u32 stage) {
     if (8 / STEPS == 2) shared.release(stage);
     shared.release(stage + 1);
 }
 
-// One unit, from `slot` on. `before`: the first stage of the unit before. HALVED: of half of the tokens.
+// One unit, from `slot` on. `before`: the first stage of the unit before; `next`: the slot of the next. HALVED: of half
+// of the tokens.
 template <int HALVED>
-DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& sums, u32 slot, Ahead& ahead) {
+DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& sums, Loaded& loaded, u32 slot, u32 next,
+                     Ahead& ahead) {
     const int lane = threadIdx.x % 32;
     constexpr int TURNS = 8 / STEPS;
     const u32 x = u32(matrix(shared.x(ring.stage) + (HALVED ? first_of_half() * ROW_BYTES : 0), 8 * ROW_BYTES, 16));
-    copies_wait<DEPTH - 2>();
-    __syncwarp();
-    u32 scales[WORDS], lesser[WORDS];  // of row lane % 16: the scale (two bfloat16 unless SUMS), the zero point
-#pragma unroll
-    for (int w = 0; w < WORDS && SCALES > 0; ++w) {
-        const u32 area = slot + UNIT_CODES + (2 * w + (SCALES > 1 ? lane / 16 : 0)) * AREA;
-        const u32 at = area + SCALE_BYTES * (lane % 16);
-        const float scale = SCALED * scale_of(SHORT ? get_byte(at) : HALF_SCALES ? get_half(at) : __float_as_uint(get(at)));
-        const float top = rounded(scale);
-        scales[w] = SUMS ? __float_as_uint(scale) : pack_bf16(top, scale - top);
-        lesser[w] = less_of(ZERO ? get_byte(area + 16 * SCALE_BYTES + lane % 16) : 0);
+    if (!EARLY) {
+        loaded.load(slot);
+        ahead.copy();
     }
-    uint4 codes = get_4(slot + lane * 16);
-    ahead.copy();
+    uint4 codes = loaded.codes;
     u32 less[2] = {0, 0}, high[2], low[2], a[2][STEPS][4], both[2][4][2];
     float next_scale[2];
 #pragma unroll
@@ -285,11 +304,11 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int from = group % 2 * 16 + 8 * r + lane / 4;
-                    const u32 scale = __shfl_sync(~0u, scales[group / 2], from);
+                    const u32 scale = __shfl_sync(~0u, loaded.scales[group / 2], from);
                     next_scale[r] = __uint_as_float(scale);
                     high[r] = __byte_perm(scale, 0, 0x1010);
                     low[r] = __byte_perm(scale, 0, 0x3232);
-                    if (ZERO) less[r] = __shfl_sync(~0u, lesser[group / 2], from);
+                    if (ZERO) less[r] = __shfl_sync(~0u, loaded.lesser[group / 2], from);
                 }
             }
             const u32 nibble = EIGHT ? 0 : step / 2 % 2;
@@ -337,7 +356,9 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
             }
         }
         product_commit();
+        if (EARLY && turn == 0) ahead.copy();
     }
+    if (EARLY) loaded.load(next);
 }
 
 // Row `warp * 16 + lane / 4` (and 8 on), token 8 j + 2 (lane % 4) + e is element 4 j + 2 h + e. A token's rows follow
@@ -394,32 +415,47 @@ DEVICE void finish(u32 sums, const Operands& o, int round) {
     u32 places[CLUSTER];
 #pragma unroll
     for (int b = 0; b < CLUSTER; ++b) places[b] = CLUSTER > 1 ? place_of(sums, b) : sums;
-    constexpr int QUADS = ROUND * 4, PART = TOKENS / CLUSTER;
+    constexpr int QUADS = ROUND * 4, PART = TOKENS / CLUSTER, ALL = PART * QUADS, HALF_SUMS = GATED ? 2 : 1;
+    constexpr int AT_ONCE = CLUSTER > 1 && ALL >= 4 * THREADS && GROUPS < 4 ? 4 : ALL >= 2 * THREADS ? 2 : 1;
     const int begin = CLUSTER > 1 ? blockIdx.x % CLUSTER * PART : 0;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < PART * QUADS; i += THREADS) {
-        const int token = begin + i / QUADS, quad = i % QUADS, m = blockIdx.y * TOKENS + token;
-        if (m >= o.tokens) break;
-        const int group = quad / (4 * STRIP), in_strip = quad % (4 * STRIP) * 4, row = group * 64 + in_strip;
-        const Strip strip(round, group);
-        if (in_strip >= 16 * strip.panels || (strip.half && token / (TOKENS / 2) != blockIdx.x % 2)) continue;
-        const int n = strip.panel * 16 + in_strip;
-        float v[4], up[4];
-        scale_and_add(v, sum_of(places, token, row), o, n);
-        if (GATED) {
-            scale_and_add(up, sum_of(places, token, row + 32), o, RESULTS + n);
-            // Rounded as the product's own result would be.
+    for (int first = threadIdx.x; first < ALL; first += AT_ONCE * THREADS) {
+        float4 sums_of_four[AT_ONCE][HALF_SUMS];
+        uint2 added[AT_ONCE];
+        int at[AT_ONCE], row_of[AT_ONCE];  // the first result, the token's row; less than 0: none
 #pragma unroll
-            for (int k = 0; k < 4; ++k) v[k] = activate(rounded(v[k])) * rounded(up[k]);
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int i = min(first + j * THREADS, ALL - 1), token = begin + i / QUADS, quad = i % QUADS;
+            const int group = quad / (4 * STRIP), in_strip = quad % (4 * STRIP) * 4, row = group * 64 + in_strip;
+            const Strip strip(round, group);
+            row_of[j] = blockIdx.y * TOKENS + token, at[j] = strip.panel * 16 + in_strip;
+            const bool none = in_strip >= 16 * strip.panels || (strip.half && token / (TOKENS / 2) != blockIdx.x % 2);
+            if (none || row_of[j] >= o.tokens || first + j * THREADS >= ALL) row_of[j] = -1;
+#pragma unroll
+            for (int h = 0; h < HALF_SUMS; ++h) sums_of_four[j][h] = sum_of(places, token, row + 32 * h);
+            if (RESIDUAL && row_of[j] >= 0) {
+                const u16* r = o.residual + (long long)row_of[j] * R_ROW + at[j];
+                if (R_ROW % 4 == 0) added[j] = *(const uint2*)r;
+                else added[j] = {r[0] | u32(r[1]) << 16, r[2] | u32(r[3]) << 16};
+            }
         }
-        if (RESIDUAL) {
-            const u16* r = o.residual + (long long)m * R_ROW + n;
-            uint2 w;
-            if (R_ROW % 4 == 0) w = *(const uint2*)r;
-            else w = {r[0] | u32(r[1]) << 16, r[2] | u32(r[3]) << 16};
-            v[0] += low_half(w.x), v[1] += high_half(w.x), v[2] += low_half(w.y), v[3] += high_half(w.y);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            if (row_of[j] < 0) continue;
+            const int n = at[j];
+            float v[4], up[4];
+            scale_and_add(v, sums_of_four[j][0], o, n);
+            if (GATED) {
+                scale_and_add(up, sums_of_four[j][HALF_SUMS - 1], o, RESULTS + n);
+                // Rounded as the product's own result would be.
+#pragma unroll
+                for (int k = 0; k < 4; ++k) v[k] = activate(rounded(v[k])) * rounded(up[k]);
+            }
+            if (RESIDUAL) {
+                const uint2 w = added[j];
+                v[0] += low_half(w.x), v[1] += high_half(w.x), v[2] += low_half(w.y), v[3] += high_half(w.y);
+            }
+            *(uint2*)(o.out + (long long)row_of[j] * RESULTS + n) = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])};
         }
-        *(uint2*)(o.out + (long long)m * RESULTS + n) = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])};
     }
 }
 
@@ -531,6 +567,8 @@ DEVICE void compute(const Shared& shared, int first, int last, const Operands& o
 #pragma unroll
     for (int i = 0; i < DEPTH - 1; ++i) ahead.copy();
     u32 slot = 0;
+    Loaded loaded;
+    if (EARLY) loaded.load(slots);
     wait_for_previous();
     Ring ring;
     for (int i = 0; i < split; ++i) ring.next();
@@ -544,10 +582,11 @@ DEVICE void compute(const Shared& shared, int first, int last, const Operands& o
         u32 before = STAGES;  // none
         if (has_part) {
             for (int i = 0; i < count; ++i) {
-                if (HALF_STRIP && strip.half) multiply<HALF_STRIP>(shared, ring, before, sums, slots + slot * SLOT, ahead);
-                else multiply<0>(shared, ring, before, sums, slots + slot * SLOT, ahead);
+                const u32 next = slot + 1 == DEPTH ? 0 : slot + 1, from = slots + slot * SLOT, to = slots + next * SLOT;
+                if (HALF_STRIP && strip.half) multiply<HALF_STRIP>(shared, ring, before, sums, loaded, from, to, ahead);
+                else multiply<0>(shared, ring, before, sums, loaded, from, to, ahead);
                 before = ring.stage;
-                if (++slot == DEPTH) slot = 0;
+                slot = next;
 #pragma unroll
                 for (int k = 0; k < SPLITS; ++k) ring.next();
             }
@@ -586,7 +625,7 @@ DEVICE void compute(const Shared& shared, int first, int last, const Operands& o
             shared.arrive(shared.drained());
         }
         if (CLUSTER > 1) {  // a block's shared memory stays until all have read it
-            cluster_arrive();
+            cluster_arrive_relaxed();
             cluster_wait();
         }
     }
@@ -621,9 +660,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
         }
         if (CLUSTER > 1) {  // all threads of a cluster count
             __syncwarp();
-            cluster_arrive();
+            cluster_arrive_relaxed();
             cluster_wait();
-            cluster_arrive();
+            cluster_arrive_relaxed();
             cluster_wait();
         }
     } else {

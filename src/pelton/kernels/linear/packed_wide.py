@@ -23,7 +23,7 @@ CODES = {"u4": 0, "e4m3": 1, "s8": 2, "u8": 3, "e2m1": 4, "nf4": 5}
 ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 #: Largest numbers of tokens that have a kernel.
 WIDE_STEPS = (32, 64, 128, 256)
-#: Tokens of a tile.
+#: Tokens of a tile of warp groups that are not alone with their block.
 _MOST_TOKENS = 128
 #: Panels of 16 rows of a warp group.
 _GROUP_PANELS = 4
@@ -32,8 +32,8 @@ _ROW_BYTES = 128
 _SHARED = 227 << 10
 _BESIDES = 1024 + 16 * 18
 _MOST_STAGES = 16
-#: Units in a warp's slots, at most: more do not help.
-_DEPTH = 4
+#: Units in a warp's slots: one is read while another comes; more than the most do not help.
+_LEAST_DEPTH, _DEPTH = 2, 4
 #: Clusters of so many blocks that an H200 runs at a time, a block a multiprocessor.
 _CLUSTERS = {1: PROCESSORS, 2: 66, 4: 30}
 
@@ -57,7 +57,7 @@ class WideTiles:
     half_strip: bool = False
     """Whether two blocks have 64 rows of the weight more, each of half of the tokens."""
     steps: int = 0
-    """Of 16 columns that are multiplied while others are decoded; 0: as many as registers allow."""
+    """Of 16 columns that are multiplied while others are decoded; 0: two."""
 
 
 def wide_tiles(n: int, tokens: int, gated: bool, quant: str) -> WideTiles:
@@ -66,24 +66,29 @@ def wide_tiles(n: int, tokens: int, gated: bool, quant: str) -> WideTiles:
     Where there are rows enough, a block has whole sums; else as many rows as make every block's share of the
     work small, and a cluster has their columns.
     """
+    strip = _GROUP_PANELS // (2 if gated else 1)  # panels of results of a warp group
+    strips = -(-n // (PANEL * strip))
+    if tokens > _MOST_TOKENS and strips >= PROCESSORS:
+        of_two = -(-strips // (PROCESSORS // 2))
+        half = of_two % 2 == 1
+        tiles = WideTiles(2 * _MOST_TOKENS, 2, 1, 1, (of_two + 1 - half) // 2 * strip, half_strip=half)
+        if layout_of(tiles, quant, gated).depth >= _LEAST_DEPTH:
+            return tiles
     tile = next((t for t in (32, 64) if tokens <= t), _MOST_TOKENS)
     sums = tile <= 64 and group_of(quant) == UNIT
-    halves = 2 if gated else 1
-    groups = -(-n * halves // (16 * _GROUP_PANELS))
-    tiles = -(-tokens // tile)
-    if groups * tiles >= 3 * PROCESSORS:
-        share = -(-groups // (PROCESSORS // tiles))
-        return WideTiles(tile, min(4, share), 1, 1, share * _GROUP_PANELS // halves, sums)
+    times = -(-tokens // tile)
+    if strips * times >= 3 * PROCESSORS:
+        share = -(-strips // (PROCESSORS // times))
+        return WideTiles(tile, min(4, share), 1, 1, share * strip, sums)
     fitting = [
         (row_groups / cluster, cluster, row_groups)
-        # Of 128 tokens x takes so much room that four splits would wait for it.
-        for row_groups in ((1, 2, 3, 4) if tile <= 64 else (2, 3, 4))
+        for row_groups in (1, 2, 3, 4)
         for cluster, most in _CLUSTERS.items()
-        if -(-groups // row_groups) * tiles <= most
+        if -(-strips // row_groups) * times <= most
     ]
     _, cluster, row_groups = min(fitting, default=(0.0, 1, 4))
-    each = row_groups * _GROUP_PANELS // halves
-    return WideTiles(tile, row_groups, 4 // row_groups, cluster, each, sums)
+    splits = (4 if tile <= 64 else 3) // row_groups
+    return WideTiles(tile, row_groups, splits, cluster, row_groups * strip, sums)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,6 @@ def layout_of(tiles: WideTiles, quant: str, gated: bool) -> _Layout:
         least = max(least, -(-groups * 64 * tiles.tokens * 4 // stage))
     least += least % 2
     depth = min(_DEPTH, (free - least * stage) // (4 * groups * slot))
-    assert depth >= 2, f"{tiles} does not fit"
     stages = min(_MOST_STAGES, (free - depth * 4 * groups * slot) // stage) // 2 * 2
     used = max(stages, least) * stage + depth * 4 * groups * slot
     return _Layout(max(stages, least), depth, used + _SHARED - free)
@@ -130,6 +134,7 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
     b.output().dim(p.x.shape[0])
     groups = tiles.row_groups * tiles.splits
     layout = layout_of(tiles, p.weight.quant, form.gated)
+    assert layout.depth >= _LEAST_DEPTH, f"{tiles} does not fit"
     # As the kernel's UNEVEN.
     uneven = (groups == 4 and (tiles.sums or tiles.tokens > 64)) or tiles.tokens > 128
     blocks = -(-p.n // (PANEL * tiles.each)) * tiles.cluster
@@ -152,7 +157,7 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
                 "EACH": tiles.each,
                 "STAGES": layout.stages,
                 "DEPTH": layout.depth,
-                "STEPS": tiles.steps or (1 if tiles.tokens == 128 else 2),
+                "STEPS": tiles.steps or 2,
                 "SUMS": int(tiles.sums),
                 "BIAS": int(bias),
                 "RESIDUAL": int(form.residual is not None),
