@@ -55,6 +55,7 @@ class TensorMap(C.Structure):
         ("int3_g64", 48, 256, GATED, 9, WideTiles(32, 3, 1, 1, 6), False),
         ("int8_g128", 64, 256, Form(), 20, WideTiles(32, 1, 1, 1, 4, sums=True), True),
         ("int8_g32", 80, 256, GATED, 40, WideTiles(64, 2, 1, 1, 8), False),
+        ("fp8_g128", 64, 2560, ADD, 60, WideTiles(64, 1, 4, 2, 4, sums=True), False),  # a ring of five units
         ("fp8_g128", 64, 512, Form(), 20, WideTiles(32, 1, 4, 1, 4, sums=True), False),
         ("fp8_g128", 48, 256, Form(), 70, WideTiles(128, 1, 1, 2, 4, steps=2), True),
         ("nf4_g64", 64, 384, Form(), 20, WideTiles(32, 1, 2, 1, 4), True),

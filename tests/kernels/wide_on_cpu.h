@@ -10,11 +10,12 @@ inline void prefetch_map(const TensorMap*) {}
 // Chunks of 16 bytes, swizzled; rows past the end are zeros.
 inline void copy_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
     static const unsigned char zeros[16] = {};
+    const int wait = rand() % 8 ? rand() % 50 : rand() % 500;  // some behind many that were begun later
     for (int i = 0; i < map->box_rows * 8; ++i) {
         const int row = i / 8;
         const u32 to = target + 16 * i, swizzled = to ^ (to >> 7 & 7) << 4;
         const auto* from = (const unsigned char*)(map->base + long(y + row) * map->columns + x) + 16 * (i % 8);
-        cpu::block().bulk.push_back({swizzled, y + row < map->rows ? from : zeros, 16, barrier, rand() % 50});
+        cpu::block().bulk.push_back({swizzled, y + row < map->rows ? from : zeros, 16, barrier, wait});
     }
 }
 inline u64 matrix(u32 address, u32 group, u32 column) {

@@ -140,6 +140,13 @@ struct Shared {
     DEVICE u32 drained() const { return full(STAGES); }  // of the sums that lie where x will
     DEVICE u32 nothing() const { return empty(STAGES); }  // where two stages would follow, for arrivals that count for none
 
+    // Until x is there. What lay there before may be another split's, and not even have come yet: a barrier alone
+    // does not tell the turn before last from this one.
+    DEVICE void wait(u32 stage, u32 parity) const {
+        if (SPLITS > 1) barrier_wait(empty(stage), parity ^ 1);
+        barrier_wait(full(stage), parity);
+    }
+
     // By a warp.
     DEVICE void arrive(u32 barrier) const {
         if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
@@ -342,7 +349,7 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
 #pragma unroll
             for (int r = 0; r < 2; ++r) sums.scale[r] = next_scale[r];
         }
-        if (turn % (TURNS / 2) == 0) barrier_wait(shared.full(ring.stage + turn / (TURNS / 2)), ring.parity);
+        if (turn % (TURNS / 2) == 0) shared.wait(ring.stage + turn / (TURNS / 2), ring.parity);
         product_fence();
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
@@ -599,7 +606,7 @@ DEVICE void compute(const Shared& shared, int first, int last, const Operands& o
             for (int i = 0; i < count; ++i) {
 #pragma unroll
                 for (int part = 0; part < 2; ++part) {
-                    barrier_wait(shared.full(ring.stage + part), ring.parity);
+                    shared.wait(ring.stage + part, ring.parity);
                     shared.release(ring.stage + part);
                 }
                 for (int k = 0; k < SPLITS; ++k) ring.next();

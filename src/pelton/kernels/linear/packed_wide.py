@@ -87,7 +87,8 @@ def wide_tiles(n: int, tokens: int, gated: bool, quant: str) -> WideTiles:
         if -(-strips // row_groups) * times <= most
     ]
     _, cluster, row_groups = min(fitting, default=(0.0, 1, 4))
-    splits = (4 if tile <= 64 else 3) // row_groups
+    # A third group of one strip helps as long as x is small.
+    splits = {1: 3 if tile <= 64 else 2, 2: 2 if tile <= 64 else 1}.get(row_groups, 1)
     return WideTiles(tile, row_groups, splits, cluster, row_groups * strip, sums)
 
 
