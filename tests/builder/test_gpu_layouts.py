@@ -61,6 +61,18 @@ def test_deterministic_engines_have_them_in_rows_too(activations: str, tmp_path:
             assert names == [f"rows8_invariant{m}{ending}" for m in (8, 32, 64, 128)]
 
 
+def test_codes_with_a_scale_for_128_columns_lie_in_rows_where_inputs_are_rounded_so(tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint(CONFIG, quant=of_layers("fp8_g128"))
+    engine = built(tmp_path / "e", checkpoint, max_num_tokens=128, activations="fp8")
+    assert layouts(engine) == {"bfloat16": {"rows"}, "fp8_g128": {"rows8"}}
+    tables = [i.tactics for i in engine.plan.instructions if any("blocks" in c.tactic for c in i.tactics)]
+    assert len(tables) == 2 * 4
+    for table in tables:
+        names = [c.tactic.rpartition(".")[2] for c in table]
+        assert names[:2] == ["rows8_few8", "rows8_few16"] and all("blocks" in n for n in names[2:])
+    assert layouts(built(tmp_path / "f", checkpoint))["fp8_g128"] == {"mma16"}
+
+
 @pytest.mark.parametrize(
     ("quant", "settings"),
     [

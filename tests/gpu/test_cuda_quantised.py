@@ -31,6 +31,7 @@ CONFIG = TINY_LLAMA | {
         ("fp8_row", "fp8"),
         pytest.param("int8_row", "int8", marks=pytest.mark.slow),
         pytest.param("fp8_g128", None, marks=pytest.mark.slow),
+        ("fp8_g128", "fp8"),
         pytest.param("nf4_g64", None, marks=pytest.mark.slow),
         pytest.param("nvfp4", None, marks=pytest.mark.slow),
         pytest.param("q4_0", None, marks=pytest.mark.slow),

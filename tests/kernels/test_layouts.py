@@ -9,6 +9,7 @@ from pelton.dtypes import BLOCK_TYPES, GPU_BLOCK_TYPES, GROUP_BLOCK_TYPES, NATIV
 from pelton.errors import ConfigError
 from pelton.ir import blocks, group_blocks
 from pelton.ir.tensors import HostTensor
+from pelton.kernels.gpu_rows8 import PADDING
 from pelton.kernels.layouts import LAYOUTS
 
 DENSE = ("float32", "bfloat16", "float16")
@@ -16,7 +17,7 @@ BLOCK = NATIVE_BLOCK_TYPES
 #: Layouts with the value types that they hold.
 HELD = [(layout, quant) for layout in ("rows", "x16") for quant in DENSE + BLOCK]
 HELD += [("mma16", quant) for quant in GPU_BLOCK_TYPES]
-HELD += [("rows8", quant) for quant in ("int8_row", "fp8_row")]
+HELD += [("rows8", quant) for quant in ("int8_row", "fp8_row", "fp8_g128")]
 SHAPES = ((16, 256), (1, 512), (33, 256), (48, 768))
 
 
@@ -186,17 +187,29 @@ def test_rows8_puts_codes_in_rows_of_whole_16_bytes_and_scales_behind_them() -> 
     assert np.array_equal(packed[768:].view(np.float32), d.reshape(-1))
 
 
-@pytest.mark.parametrize("cols", [1, 37, 128, 1024])
+def test_rows8_puts_scales_of_all_rows_for_a_group_behind_each_other() -> None:
+    tensor = random_tensor("fp8_g128", (5, 384))
+    codes, d, _ = group_blocks.codes(tensor)
+    packed = LAYOUTS["rows8"].pack(tensor)
+    assert np.array_equal(packed[: 5 * 384].reshape(5, 384), codes.reshape(5, 384))
+    scales = packed[2048 : 2048 + 60].view(np.float32).reshape(3, 5)
+    assert np.array_equal(scales, d.reshape(5, 3).T)
+    assert packed.nbytes == 2048 + 60 + PADDING and not packed[2048 + 60 :].any()
+
+
+@pytest.mark.parametrize(
+    ("quant", "cols"), [*(("int8_row", n) for n in (1, 37, 128, 1024)), ("fp8_g128", 128), ("fp8_g128", 384)]
+)
 @pytest.mark.parametrize("lengths", [(7,), (1, 2, 4), (60, 60, 3), (1,) * 9])
-def test_rows8_is_joined_of_pieces_of_any_length(cols: int, lengths: tuple[int, ...]) -> None:
+def test_rows8_is_joined_of_pieces_of_any_length(quant: str, cols: int, lengths: tuple[int, ...]) -> None:
     layout, rows = LAYOUTS["rows8"], sum(lengths)
-    tensor = random_tensor("int8_row", (rows, cols))
+    tensor = random_tensor(quant, (rows, cols))
     ends = np.cumsum(lengths)
     pieces = [
-        layout.pack(HostTensor("int8_row", (n, cols), tensor.data[end - n : end]))
+        layout.pack(HostTensor(quant, (n, cols), tensor.data[end - n : end]))
         for n, end in zip(lengths, ends, strict=True)
     ]
-    joined = np.concatenate(list(layout.join(pieces, "int8_row", (rows, cols))))
+    joined = np.concatenate(list(layout.join(pieces, quant, (rows, cols))))
     assert np.array_equal(joined, layout.pack(tensor))
 
 

@@ -40,24 +40,26 @@ def aligned(values: Any) -> Any:
     return place
 
 
-def quantise(x: Any, gains: Any, dtype: str, *, exact: bool, folder: Path) -> tuple[Any, Any]:
-    """(Codes, scales) of bfloat16 rows."""
+def quantise(
+    x: Any, gains: Any, dtype: str, *, exact: bool, folder: Path, given: float = 0.0
+) -> tuple[Any, Any]:
+    """(Codes, scales) of bfloat16 rows; ``given``: a static scale."""
     tokens, k = x.shape
     form = Form() if gains is None else Form(norm=3)
     quant = {"int8": "int8_row", "fp8": "fp8_row"}[dtype]
     rows = OperandSpec(dtype="bfloat16", shape=("T", k), strides=(k, 1))
     weight = OperandSpec(dtype="uint8", shape=(16, k), strides=(k, 1), quant=quant)
     norm = OperandSpec(dtype="float32", shape=(k,), strides=(1,))
-    call = CallSpec(inputs=(rows, weight, None, norm), outputs=(rows,), attrs={"eps": 1e-5})
+    call = CallSpec(inputs=(rows, weight, None, norm), outputs=(rows,), attrs={"eps": 1e-5, "x_scale": given})
     launch, _ = quantised(Product(form, call, tokens), exact)
     codes = np.full((code_rows(tokens, exact), k), 0xFF, np.uint8)
     scales = np.full(tokens, np.nan, np.float32)
     run = library(launch, RUN, folder).run
-    run.argtypes = (*[C.c_void_p] * 4, C.c_float, C.c_int)
+    run.argtypes = (*[C.c_void_p] * 4, C.c_float, C.c_float, C.c_int)
     unused = np.zeros(k, np.float32)
     arrays = f32_to_bf16(x), unused if gains is None else gains, codes, scales
     placed, norms, codes, scales = map(aligned, arrays)
-    assert run(*(p.ctypes.data for p in (placed, norms, codes, scales)), 1e-5, tokens) == 0
+    assert run(*(p.ctypes.data for p in (placed, norms, codes, scales)), 1e-5, given, tokens) == 0
     return codes, scales
 
 
@@ -83,6 +85,22 @@ def test_rows_are_quantised_as_defined(
         seen = rms_norm.reference(seen, torch.from_numpy(gains), 1e-5)
     want = rounded_activations(seen.float().numpy(), ActivationQuant(dtype=dtype))
     # A value halfway between two codes may fall to either side where the norm is summed in another order.
+    off = np.abs(values - want) > 1e-5 * np.abs(want).max()
+    assert off.mean() < 0.005
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_static_scale_is_taken_as_it_is_and_its_last_code_for_what_is_out_of_reach(
+    dtype: Literal["int8", "fp8"], tmp_path: Path
+) -> None:
+    x = rows_of(5, 384)
+    given = float(np.float32(np.abs(x).max() / {"int8": 127, "fp8": 448}[dtype] / 3.1))
+    codes, scales = quantise(x, None, dtype, exact=False, folder=tmp_path, given=given)
+    assert (scales == np.float32(given)).all()
+    values = np.float32(given) * (codes.view(np.int8) if dtype == "int8" else E4M3[codes])
+    want = rounded_activations(x, ActivationQuant(dtype=dtype, per="tensor", scale=given))
+    assert np.abs(want).max() < 0.4 * np.abs(x).max()
+    # The kernel multiplies by the scale's inverse: a value halfway between two codes may fall to either side.
     off = np.abs(values - want) > 1e-5 * np.abs(want).max()
     assert off.mean() < 0.005
 

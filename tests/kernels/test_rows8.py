@@ -27,13 +27,13 @@ from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.linear.triton_unpack import unpack_rows
 
 values = np.random.default_rng(0).standard_normal((45, 384), dtype=np.float32)
-for quant, code in (("fp8_row", "e4m3"), ("int8_row", "s8")):
+for quant, code, group in (("fp8_row", "e4m3", 0), ("int8_row", "s8", 0), ("fp8_g128", "e4m3", 128)):
     tensor = encode(values, quant)
     packed = torch.from_numpy(LAYOUTS["rows8"].pack(tensor))
     out = torch.full((46, 384), float("nan"))
     unpack_rows[(3, 2)](
         packed, out, N=45, K=384, ROW=row_bytes(384), SCALES=scales_at((45, 384)), CODE=code, ROWS=32,
-        COLUMNS=128,
+        COLUMNS=128, GROUP=group,
     )
     np.testing.assert_array_equal(out[:45].numpy(), decode(tensor.data, quant))
     assert out[45].isnan().all()
@@ -64,6 +64,9 @@ def test_weights_of_whole_boxes_are_taken_where_activations_are_bfloat16() -> No
     for other in (node("int8_g64"), node(k=192), node(x="float16")):
         assert not supports_rows8(Form(), other)
     assert supports_rows8(Form(), node(activations="fp8"))
+    # Of scales of blocks, where inputs are rounded too.
+    assert not supports_rows8(Form(), node("fp8_g128"))
+    assert supports_rows8(Form(), node("fp8_g128", activations="fp8"))
     # Weights of fp8 take no inputs of int8, so that nothing is lost.
     assert supports_rows8(Form(), node(activations="int8"))
 

@@ -108,6 +108,10 @@ NARROW = HopperTiles(8, 32, 1, 2, 2)
         ("norm_linear", "int8_row", 1, 61, 1536, HopperTiles(8, 32, 4, 8, 4)),
         ("norm_linear_gated", "fp8_row", 1, 40, 384, HopperTiles(8, 32, 1, 4, 2)),
         ("norm_linear_gated", "int8_row", 16, 33, 384, HopperTiles(16, 64, 1, 4, 2)),
+        ("linear_add", "fp8_g128", 11, 40, 640, HopperTiles(16, 16, 2, 4, 4)),  # a box past the columns
+        ("norm_linear_gated", "fp8_g128", 3, 70, 512, HopperTiles(8, 32, 1, 8, 8)),
+        ("norm_linear", "fp8_g128", 1, 61, 1536, HopperTiles(8, 32, 4, 8, 4)),
+        ("linear", "fp8_g128", 8, 2200, 256, HopperTiles(8, 16, 1, 2, 2)),  # two tiles a block
         ("linear_add", "", 5, 40, 200, HopperTiles(8, 16, 2, 4, 4)),
         ("norm_linear_gated", "", 13, 40, 200, HopperTiles(16, 32, 1, 2, 1)),
     ],

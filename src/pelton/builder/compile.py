@@ -34,6 +34,7 @@ from pelton.builder.weights import WeightSpec, exact_types, is_rounded, stored_q
 from pelton.dtypes import KV_CODES
 from pelton.engine.config import BuildConfig
 from pelton.engine.plan import Plan
+from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.condition import SameValues
 from pelton.ir.evaluate import TensorLike, evaluate, infer_quant
 from pelton.ir.graph import Graph
@@ -41,7 +42,7 @@ from pelton.ir.printer import condense
 from pelton.ir.recipe import Recipe
 from pelton.models.checkpoint import Checkpoint, check_tensors
 from pelton.models.registry import architecture_of, create_model
-from pelton.passes import PASSES, PassContext, run_graph_passes, run_model_passes
+from pelton.passes import PASSES, PassContext, run_graph_passes, run_model_passes, static_inputs
 from pelton.passes import PassReport as PassOutcome
 
 
@@ -114,7 +115,6 @@ def compile_model(
     )
     notes += [f"{info.name}: {info.note}" for info in checkpoint.tensors.values() if info.note]
     notes += [f"config.json: {key} is not known and has no effect" for key in model.ignored_options]
-    notes += unapplied_quantisation(checkpoint, config.activations, config.kv_dtype)
     infos = readable(checkpoint)
     load_plugins()
     assert config.target is not None
@@ -142,12 +142,16 @@ def compile_model(
     def stored(quant: str, dimensions: int) -> str:
         return stored_quant(quant, dimensions, dtype, native, exact=exact_types(config))
 
+    def input_quants(recipe: Recipe) -> tuple[ActivationQuant | None, ...]:
+        return tuple(checkpoint.activation_quant(name) for name in recipe.sources()) if on_gpu else ()
+
     context = PassContext(
         quant_of=quant_of,
         resolve=lambda recipe: resolve_sources(recipe, checkpoint.source),
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
         stored_quant=lambda recipe, dimensions: stored(quant_of(recipe), dimensions),
         activations=config.activations,
+        input_quants=input_quants,
         kv_scales=kv_scales or {},
         key_sizes=seen.key_sizes() if seen is not None and config.kv_dtype == "int8" else {},
         has_tactic=lambda spec: (
@@ -172,6 +176,15 @@ def compile_model(
         )
     with clock("plan"):
         outcomes += run_graph_passes(PASSES, graph, context, explain)
+        static = any(o.name == static_inputs.NAME and o.changed for o in outcomes)
+        notes += unapplied_quantisation(
+            checkpoint,
+            config.activations,
+            config.kv_dtype,
+            on_gpu=on_gpu,
+            static=static,
+            deterministic=bool(config.deterministic),
+        )
         program = extract(graph)
         sources = _sources(graph, program, checkpoint.source)
         quants = {root: _quant(root, source, infos, stored) for root, source in sources.items()}

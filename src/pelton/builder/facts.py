@@ -19,6 +19,11 @@ from pelton.ir.kv_quant import CACHE_DTYPE
 from pelton.ir.recipe import AddScalar, PermuteRows, Recipe, Source, Transpose
 from pelton.models.checkpoint import Checkpoint
 
+#: Tokens of a step up to which GPU products of 8-bit codes have exact inputs (``linear/rows8.py``).
+EXACT_TOKENS = 16
+#: Weights whose products take inputs with a scale for each token and so many columns
+#: (``linear/hopper_blocks.py``).
+BLOCKS, GROUP = "fp8_g128", 128
 #: Sampling defaults that are passed on to the runtime.
 _GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -45,22 +50,33 @@ def quant_elements(checkpoint: Checkpoint) -> dict[str, int]:
     return found
 
 
-def unapplied_quantisation(checkpoint: Checkpoint, activations: str, kv_dtype: str) -> list[str]:
-    """What the checkpoint says of inputs and caches and an engine does not do: sentences for the report."""
+def unapplied_quantisation(
+    checkpoint: Checkpoint,
+    activations: str,
+    kv_dtype: str,
+    *,
+    on_gpu: bool,
+    static: bool = False,
+    deterministic: bool = False,
+) -> list[str]:
+    """What the checkpoint says of inputs and caches and an engine does otherwise: sentences for the report.
+
+    ``static``: the engine's products have the checkpoint's static scales.
+    """
     notes: list[str] = []
-    here = "int8 per 32 columns" if activations == "int8" else activations
-    inputs: dict[ActivationQuant, int] = {}
-    for name in checkpoint.tensors:
+    here = "int8 per 32 columns" if activations == "int8" and not on_gpu else activations
+    inputs: dict[tuple[ActivationQuant, bool], int] = {}
+    for name, info in checkpoint.tensors.items():
         quant = checkpoint.activation_quant(name)
         if quant is not None:
-            kind = msgspec.structs.replace(quant, scale=float(quant.scale > 0))
+            kind = msgspec.structs.replace(quant, scale=float(quant.scale > 0)), info.quant == BLOCKS
             inputs[kind] = inputs.get(kind, 0) + 1
-    for quant, count in inputs.items():
+    for (quant, blocks), count in inputs.items():
         how = f"per {quant.group} columns" if quant.group else f"per {quant.per}"
         scale = " with static scales" if quant.scale else ""
         notes.append(
             f"the checkpoint quantises the inputs of {count} products to {quant.dtype} {how}{scale}; "
-            f"here they are {here}"
+            f"here they are {_done(quant, blocks, activations, static, deterministic) if on_gpu else here}"
         )
     kv = checkpoint.kv_quant()
     if kv is not None and CACHE_DTYPE[kv.dtype] != kv_dtype:
@@ -69,6 +85,25 @@ def unapplied_quantisation(checkpoint: Checkpoint, activations: str, kv_dtype: s
             f"(kv_dtype {kv.dtype} quantises them too)"
         )
     return notes
+
+
+def _done(quant: ActivationQuant, blocks: bool, activations: str, static: bool, deterministic: bool) -> str:
+    """What a GPU engine with such ``activations`` does instead; ``blocks``: the weight is of ``BLOCKS``."""
+    if quant.dtype != activations:
+        return activations
+    if blocks and deterministic:
+        return "exact"
+    if blocks:
+        how = "so" if quant.group == GROUP else f"{activations} per {GROUP} columns of a token"
+    elif static and quant.scale:
+        how = "so"
+    elif quant.per == "token" and not quant.group:
+        how = "so, without exact columns," if quant.outliers else "so"
+    else:
+        how = f"{activations} per token"
+    if deterministic:
+        return f"{how} in every step"
+    return f"{how} in steps of more than {EXACT_TOKENS} tokens, and exact in smaller ones"
 
 
 def model_recipes(model: nn.CausalLM, source: Callable[[str], Recipe]) -> dict[str, Recipe]:

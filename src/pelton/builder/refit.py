@@ -118,6 +118,7 @@ def _refit(
                 f"{opened.name} does not fit {old.path}: its plan relies on a pass ({condition.why}) "
                 f"that needs equal values, but {why}; rebuild: pelton build {opened.path}"
             )
+    _check_input_scales(old, chosen, opened)
     # A link to an engine stays one.
     target = Path(output) if output is not None else old.path.resolve()
     check_output(target)
@@ -143,6 +144,25 @@ def _refit(
         notes=tuple(notes),
         seconds=time.perf_counter() - started,
     )
+
+
+def _check_input_scales(old: Engine, chosen: Mapping[str, Recipe], opened: Checkpoint) -> None:
+    """Static scales of inputs are in the plan. Raises ``CheckpointError`` where ``opened`` has others."""
+    plan = old.plan
+    for instruction in plan.instructions:
+        name = (
+            plan.buffers[plan.operands[instruction.inputs[1]].buffer].name if instruction.inputs[1:] else ""
+        )
+        if "x_scale" not in instruction.attrs or name not in chosen:
+            continue
+        quants = map(opened.activation_quant, chosen[name].sources())
+        found = max((quant.scale for quant in quants if quant is not None), default=0.0)
+        if found != instruction.attrs["x_scale"]:
+            raise CheckpointError(
+                f"{opened.name} does not fit {old.path}: its plan rounds the input of {name} with the static "
+                f"scale {instruction.attrs['x_scale']:g}, and the checkpoint has {found:g}; rebuild: pelton "
+                f"build {opened.path}"
+            )
 
 
 def _sources(engine: Engine) -> WeightSources:

@@ -218,8 +218,8 @@ def _resolve_gpu_activations(values: dict[str, Any], facts: CheckpointFacts, not
         values["activations"] = next(iter(said)) if len(said) == 1 else dtype
         if len(said) == 1:
             notes.append(
-                f"large steps quantise the inputs of products to {values['activations']}, token by token, as "
-                f"the checkpoint has it; activations {dtype} leaves them as they are"
+                f"large steps quantise the inputs of products to {values['activations']}, as the checkpoint "
+                f"does; activations {dtype} leaves them as they are"
             )
         elif facts.quantised_inputs:
             types = " and ".join(sorted(facts.quantised_inputs))
@@ -228,7 +228,7 @@ def _resolve_gpu_activations(values: dict[str, Any], facts: CheckpointFacts, not
         known = ", ".join((dtype, *sorted(able)))
         raise ConfigError(
             f"activations {wanted!r} does not fit this build (known: {known}): on a GPU they have dtype, or, "
-            f"on sm_{_CODES_SM}, are int8 or fp8 as weights with a scale a row are"
+            f"on sm_{_CODES_SM}, are int8 or fp8 as weights with a scale a row, or fp8 ones a block, are"
         )
 
 

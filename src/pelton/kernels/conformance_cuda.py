@@ -124,8 +124,9 @@ def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0, sm: int = 0) -> Iterat
 
 
 def telling(cases: Iterable[Case], most: int = 4) -> list[Case]:
-    """At most ``most`` cases of each tactic and type: the smallest of each type of weight and kind of step,
-    then some of other sizes. All cases of ops whose kernels are small, as those take no time to compile."""
+    """At most ``most`` cases of each tactic and type: the smallest of each type of weight, kind of step and
+    rounding of inputs, then some of other sizes. All cases of ops whose kernels are small, as those take no
+    time to compile."""
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.tactic.name, case.dtype), []).append(case)
@@ -137,7 +138,8 @@ def telling(cases: Iterable[Case], most: int = 4) -> list[Case]:
         group.sort(key=_numbers)
         kinds: dict[tuple[object, ...], Case] = {}
         for case in group:
-            kinds.setdefault((case.decode, *sorted(w.quant for w in case.packed.values())), case)
+            static = split_arguments(case.op, case.sample.args)[1].get("x_codes") is not None
+            kinds.setdefault((case.decode, static, *sorted(w.quant for w in case.packed.values())), case)
         own = evenly(list(kinds.values()), most)
         names = {str(case) for case in own}
         rest = [case for case in group[: max(most, len(group) * 3 // 4)] if str(case) not in names]
@@ -164,7 +166,9 @@ def _decodes(op: Op, sample: Sample) -> bool:
 
 def _takes(tactic: Tactic, op: Op, sample: Sample) -> bool:
     tokens = next(a.shape[0] for a in sample.args if isinstance(a, torch.Tensor))
-    return tactic.takes(tokens) and tactic.supports(node_spec(op, sample, tactic.precision))
+    # Of some weights tactics with exact inputs too are for builds whose larger steps round inputs.
+    asked = (tactic.precision, "fp8")
+    return tactic.takes(tokens) and any(tactic.supports(node_spec(op, sample, a)) for a in asked)
 
 
 def _worth(tactic: Tactic, quants: Collection[str], dtype: str, sm: int) -> bool:

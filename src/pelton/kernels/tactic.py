@@ -116,6 +116,12 @@ MAX_HEAD_DIM = 512
 SCRATCH_BYTES = 1 << 20
 
 
+def static_codes(node: NodeSpec, dynamic: str = "") -> str:
+    """Type of the codes to which a static scale rounds the product's input; without one ``dynamic``."""
+    codes = node.attrs.get("x_codes")
+    return dynamic if codes is None else str(codes)
+
+
 def all_float32(node: NodeSpec, besides: tuple[int, ...] = ()) -> bool:
     """Whether every operand, but for the indices ``besides``, is float32 (or int32)."""
     return all(

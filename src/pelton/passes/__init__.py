@@ -27,6 +27,7 @@ from pelton.passes import (
     share_embedding,
     simplify_views,
     smooth_keys,
+    static_inputs,
     unfuse_qkv_gemm,
 )
 from pelton.passes.base import Mode, Pass, PassContext, PassReport
@@ -60,6 +61,7 @@ PASSES: tuple[Pass, ...] = (
     norm_quantise.PASS,
     gemm_residual.PASS,
     norm_gemm.PASS,
+    static_inputs.PASS,
     dead_code.PASS,
 )
 """Every pass in order: model passes, then graph passes."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
+from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.condition import SameValues
 from pelton.ir.graph import Graph
 from pelton.ir.op import get_op
@@ -43,7 +44,10 @@ class PassContext:
     stored_quant: Callable[[Recipe, int], str] = lambda recipe, dimensions: "float32"
     """Value type in which the engine stores what a recipe gives, a weight of so many dimensions."""
     activations: str = "float32"
-    """Input precision of block-quantised products: float32 or int8."""
+    """Input precision of quantised products."""
+    input_quants: Callable[[Recipe], tuple[ActivationQuant | None, ...]] = lambda recipe: ()
+    """How the checkpoint quantises the input of each linear layer of which a weight is made; none where the
+    target has its own way."""
     kv_scales: Dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     """By layer, the scales of K and V for each KV head, of caches of 8 bits (ones until measured)."""
     key_sizes: Dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)

@@ -57,7 +57,8 @@ def _why_not(graph: Graph, context: PassContext, x: fx.Node, products: list[fx.N
         return "one product reads this, after no norm: it quantises by itself"
     quantised = TensorSpec(dtype="uint8", shape=(kind.shape[0], kind.shape[1] // BLOCK * BLOCK_BYTES))
     wanted = [("quantize_q8", (x,))]
-    wanted += [(op_name(p) + "_q8", (quantised, *arguments(p)[1:])) for p in products]
+    # The last two say how an input is rounded with a static scale.
+    wanted += [(op_name(p) + "_q8", (quantised, *arguments(p)[1:-2])) for p in products]
     for op, args in wanted:
         if not context.supports(graph, op, args):
             return f"the target has no kernel for {op} of these types"

@@ -7,23 +7,34 @@ from collections.abc import Iterator
 import torch
 
 from pelton.ir.op import Op, Sample, register
+from pelton.ir.static_codes import STATIC_SAMPLES, rounded, scale_of
 
 
 def reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    x_scale: float | None = None,
+    x_codes: str | None = None,
 ) -> torch.Tensor:
     """``x``: (T, K); ``weight``: (N, K); ``bias``: (N,) or None; ``residual``: (T, N) -> (T, N).
 
-    The product is rounded once, with the residual added.
+    The product is rounded once, with the residual added. ``x_scale``, ``x_codes``: as in ``linear``.
     """
-    out = x.float() @ weight.float().t() + residual.float()
+    out = rounded(x, x_scale, x_codes).float() @ weight.float().t() + residual.float()
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
 
 
 def shape_rule(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    x_scale: float | None = None,
+    x_codes: str | None = None,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
@@ -40,10 +51,15 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         x, r = torch.randn(5, 256, generator=g), torch.randn(5, 48, generator=g)
         w = torch.randn(48, 256, generator=g) / 16
         yield Sample(args=(x, w, torch.randn(48, generator=g), r), name=f"{quant} 5x48x256", quant={1: quant})
-    for quant in ("fp8_row", "int8_row"):  # whose kernels on GPUs share columns between blocks
-        x, r = torch.randn(134, 1152, generator=g), torch.randn(134, 72, generator=g)
-        w = torch.randn(72, 1152, generator=g) / 32
-        yield Sample(args=(x, w, None, r), name=f"{quant} 134x72x1152", quant={1: quant})
+    shared = (("fp8_row", 134, 72), ("int8_row", 134, 72), ("fp8_g128", 134, 208), ("fp8_g128", 60, 208))
+    for quant, tokens, n in shared:  # whose kernels on GPUs share columns between blocks
+        x, r = torch.randn(tokens, 1152, generator=g), torch.randn(tokens, n, generator=g)
+        w = torch.randn(n, 1152, generator=g) / 32
+        yield Sample(args=(x, w, None, r), name=f"{quant} {tokens}x{n}x1152", quant={1: quant})
+    for tokens, (quant, codes) in STATIC_SAMPLES:
+        x, w = torch.randn(tokens, 256, generator=g), torch.randn(48, 256, generator=g) / 16
+        args = (x, w, None, torch.randn(tokens, 48, generator=g), scale_of(x, codes), codes)
+        yield Sample(args=args, name=f"{quant} {tokens}x48x256 static", quant={1: quant})
     wide = torch.randn(4, 300, generator=g)
     w = torch.randn(24, 64, generator=g) / 8
     yield Sample(args=(wide[:, 100:164], w, None, wide[:, :24]), name="strided rows", quant={1: "float32"})
@@ -52,7 +68,10 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
 OP = register(
     Op(
         name="linear_add",
-        schema="linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual) -> Tensor",
+        schema=(
+            "linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual, float? x_scale=None, "
+            "str? x_codes=None) -> Tensor"
+        ),
         reference=reference,
         shape_rule=shape_rule,
         samples=samples,

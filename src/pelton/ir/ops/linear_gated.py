@@ -9,16 +9,31 @@ import torch
 from pelton.dtypes import BLOCK_TYPES, PACKED_TYPES
 from pelton.ir.op import Op, Sample, register
 from pelton.ir.ops import gated_activation, linear
+from pelton.ir.static_codes import STATIC_SAMPLES, scale_of
 
 
-def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    x_scale: float | None = None,
+    x_codes: str | None = None,
+) -> torch.Tensor:
     """``x``: (T, K); ``weight``: (2 I, K), the gate's rows first; ``bias``: (2 I,) or None; ``kind`` as
-    in ``activation`` -> (T, I)."""
-    gate, up = linear.reference(x, weight, bias).chunk(2, -1)
+    in ``activation``; ``x_scale``, ``x_codes``: as in ``linear`` -> (T, I)."""
+    gate, up = linear.reference(x, weight, bias, x_scale, x_codes).chunk(2, -1)
     return gated_activation.reference(gate, up, kind)
 
 
-def shape_rule(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def shape_rule(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    x_scale: float | None = None,
+    x_codes: str | None = None,
+) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0] // 2))
 
 
@@ -33,11 +48,19 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
                 continue
             yield Sample(args=(x, w, b, kind), name=f"{quant} {tokens}x{i}x{k} {kind}", quant={1: quant})
 
+    for tokens, (quant, codes) in STATIC_SAMPLES:
+        x, w = torch.randn(tokens, 256, generator=g), torch.randn(96, 256, generator=g) / 16
+        args = (x, w, None, "silu", scale_of(x, codes), codes)
+        yield Sample(args=args, name=f"{quant} {tokens}x48x256 static", quant={1: quant})
+
 
 OP = register(
     Op(
         name="linear_gated",
-        schema="linear_gated(Tensor x, Tensor weight, Tensor? bias, str kind) -> Tensor",
+        schema=(
+            "linear_gated(Tensor x, Tensor weight, Tensor? bias, str kind, float? x_scale=None, "
+            "str? x_codes=None) -> Tensor"
+        ),
         reference=reference,
         shape_rule=shape_rule,
         samples=samples,

@@ -25,6 +25,8 @@ def shape_rule(
 
 def samples(g: torch.Generator) -> Iterator[Sample]:
     for sample in linear_gated.samples(g):
+        if len(sample.args) > 4:  # inputs that are rounded otherwise
+            continue
         if sample.quant[1] not in ("float32", "bfloat16", "float16"):
             x, *rest = sample.args
             yield Sample(args=(quantize_q8.reference(x), *rest), name=sample.name, quant=sample.quant)

@@ -8,6 +8,7 @@ import torch
 
 from pelton.ir.op import Op, Sample, register
 from pelton.ir.ops import linear_gated, rms_norm
+from pelton.ir.static_codes import STATIC_SAMPLES, scale_of
 
 
 def reference(
@@ -17,10 +18,14 @@ def reference(
     kind: str,
     norm_weight: torch.Tensor,
     eps: float,
+    x_scale: float | None = None,
+    x_codes: str | None = None,
 ) -> torch.Tensor:
     """``x``: (T, K); ``weight``: (2 I, K), the gate's rows first; ``bias``: (2 I,) or None; ``kind`` as
-    in ``activation``; ``norm_weight``: (K,) -> (T, I)."""
-    return linear_gated.reference(rms_norm.reference(x, norm_weight, eps), weight, bias, kind)
+    in ``activation``; ``norm_weight``: (K,); ``x_scale``, ``x_codes``: of normed x, as in
+    ``linear`` -> (T, I)."""
+    normed = rms_norm.reference(x, norm_weight, eps)
+    return linear_gated.reference(normed, weight, bias, kind, x_scale, x_codes)
 
 
 def shape_rule(
@@ -30,6 +35,8 @@ def shape_rule(
     kind: str,
     norm_weight: torch.Tensor,
     eps: float,
+    x_scale: float | None = None,
+    x_codes: str | None = None,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0] // 2))
 
@@ -48,7 +55,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         b = torch.randn(2 * i, generator=g) if i % 2 else None
         norm = torch.rand(k, generator=g) + 0.5
         yield Sample(args=(x, w, b, kind, norm, 1e-5), name=f"{tokens}x{i}x{k} {kind}", quant={1: "float32"})
-    for quant in ("int4_g128", "fp8_row"):
+    for quant in ("int4_g128", "fp8_row", "fp8_g128"):
         x, norm = torch.randn(5, 256, generator=g) * 3, torch.rand(256, generator=g) + 0.5
         w = torch.randn(96, 256, generator=g) / 16
         yield Sample(args=(x, w, None, "silu", norm, 1e-5), name=f"{quant} 5x48x256 silu", quant={1: quant})
@@ -59,13 +66,19 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         name = f"{tokens}x{i}x{k} silu"
         yield Sample(args=(x, w, None, "silu", norm, 1e-5), name=name, quant={1: "float32"})
 
+    for tokens, (quant, codes) in STATIC_SAMPLES:
+        x, norm = torch.randn(tokens, 256, generator=g) * 3, torch.rand(256, generator=g) + 0.5
+        w, scale = torch.randn(96, 256, generator=g) / 16, scale_of(rms_norm.reference(x, norm, 1e-5), codes)
+        args = (x, w, None, "silu", norm, 1e-5, scale, codes)
+        yield Sample(args=args, name=f"{quant} {tokens}x48x256 static", quant={1: quant})
+
 
 OP = register(
     Op(
         name="norm_linear_gated",
         schema=(
             "norm_linear_gated(Tensor x, Tensor weight, Tensor? bias, str kind, Tensor norm_weight, "
-            "float eps) -> Tensor"
+            "float eps, float? x_scale=None, str? x_codes=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

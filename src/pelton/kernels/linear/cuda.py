@@ -1,5 +1,6 @@
 """Products on NVIDIA GPUs (``products.py``, ``packed.py``)."""
 
+from pelton.kernels.linear.hopper_blocks import block_tactics
 from pelton.kernels.linear.hopper_invariant import invariant_tactics
 from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
@@ -16,6 +17,7 @@ TACTICS = [
     *wide_tactics("linear", FORM),
     *rows8_tactics("linear", FORM),
     *product_tactics("linear", FORM),
+    *block_tactics("linear", FORM),
     *dense_tactics("linear", FORM),
     *invariant_tactics("linear", FORM),
 ]

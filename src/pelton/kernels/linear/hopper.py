@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pelton.ir import group_blocks
 from pelton.kernels.gpu_rows8 import scales_at
 from pelton.kernels.launch import CallSpec, CudaBuilder, LaunchSpec, TensorMap, rows
 from pelton.kernels.linear.tiles import PROCESSORS, HopperTiles
@@ -21,7 +22,7 @@ _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 _MOST_STAGES = 12
 _MOST_STAGES_8 = 32
 #: Values of the constant CODE.
-_CODES = {"fp8_row": 1, "int8_row": 2}
+_CODES = {"fp8_row": 1, "fp8_g128": 1, "int8_row": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,7 @@ def product(call: CallSpec, p: HopperProduct, tiles: HopperTiles) -> LaunchSpec:
         )
         b = CudaBuilder(call, FILE_8, "product").tensor_map(1, w_map).input(1).tensor_map(0, x_map)
         constants = {"CODE": _CODES[p.quant], "SCALES": scales_at((stacked, p.k))}
+        constants["GROUPED"] = int(group_blocks.group_of(p.quant) > 0)
     else:
         w_map = TensorMap(
             dtype=p.dtype, shape=(p.k, stacked), strides=(2 * p.k,), box=(X_COLUMNS, out_rows(p, tiles))

@@ -1,5 +1,5 @@
-// What follows the sums of hopper_products.cu, whose constants these are: scales, bias, activation, residual, and the
-// result's rows.
+// What follows the sums of hopper_products.cu and hopper_blocks.cu, whose constants these are: scales, bias, activation,
+// residual, and the result's rows.
 #pragma once
 
 DEVICE float low_half(u32 w) {
@@ -17,6 +17,16 @@ DEVICE float high_half(u32 w) {
 #else
     return __uint_as_float(w & 0xffff0000);
 #endif
+}
+
+// Of shared memory.
+DEVICE void put(u32 at, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+}
+DEVICE float2 get_2(u32 at) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
+    return v;
 }
 
 DEVICE float reciprocal(float v) {
@@ -64,8 +74,8 @@ struct Finish {
             const int at = result + (GATED && i & 8 ? RESULTS : 0);
             const float scale = CODE && result < RESULTS ? __ldg(scales + at) : 1.0f;
             const float add = BIAS && result < RESULTS ? __ldg(bias + at) : 0.0f;
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(vectors + 4 * i), "f"(scale) : "memory");
-            if (BIAS) asm volatile("st.shared.f32 [%0], %1;" ::"r"(vectors + VECTOR + 4 * i), "f"(add) : "memory");
+            put(vectors + 4 * i, scale);
+            if (BIAS) put(vectors + VECTOR + 4 * i, add);
         }
     }
     DEVICE void begin_x(const float* scales) {
@@ -86,9 +96,8 @@ struct Finish {
 #pragma unroll
         for (int o = 0; o < 2; ++o) {
             const u32 at = vectors + 4 * (16 * g + 8 * o + threadIdx.x % 4 * 2);
-            scale[o] = add[o] = make_float2(0.0f, 0.0f);
-            if (CODE) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scale[o].x), "=f"(scale[o].y) : "r"(at));
-            if (BIAS) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(add[o].x), "=f"(add[o].y) : "r"(at + VECTOR));
+            scale[o] = CODE ? get_2(at) : make_float2(0.0f, 0.0f);
+            add[o] = BIAS ? get_2(at + VECTOR) : make_float2(0.0f, 0.0f);
         }
 #pragma unroll
         for (int h = 0; h < (EXACT ? 1 : 2); ++h) {

@@ -36,7 +36,7 @@ from pelton.kernels.linear.packed_wide import supports_wide, wide, wide_tiles
 from pelton.kernels.linear.products import Form, Product, normed_workspace, stream
 from pelton.kernels.linear.rows8 import LAYOUT, unpacked, unpacked_bytes
 from pelton.kernels.linear.tiles import PROCESSORS, invariant_tiles
-from pelton.kernels.tactic import NodeSpec, Tactic
+from pelton.kernels.tactic import NodeSpec, Tactic, static_codes
 
 #: Tokens of the largest steps that have tiles of their own; 0: any.
 STEPS, CODE_STEPS, PACKED_STEPS = (8, 32, 64, 128, 256, 512, 0), (8, 32, 64, 128, 256, 0), (32, 0)
@@ -113,9 +113,11 @@ def invariant_tactics(op: str, form: Form) -> list[Tactic]:
             weight = node.inputs[1]
             assert weight is not None
             asked = X_CODES.get(weight.quant) == node.activations
-            return supports_codes(form, node) and (
-                asked and node.activations == codes if codes else not asked
-            )
+            if codes:
+                wanted = asked and node.activations == static_codes(node, codes) == codes
+            else:
+                wanted = not asked and not static_codes(node)
+            return wanted and supports_codes(form, node)
 
         def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
             if not reached(Product(form, call, max_tokens)):
@@ -169,7 +171,7 @@ def invariant_tactics(op: str, form: Form) -> list[Tactic]:
         launches=packed,
     )
     families = [(whole, STEPS), (wide_codes, PACKED_STEPS), (coded("rows8_invariant", ""), CODE_STEPS)]
-    families += [(coded(f"rows8_invariant.{x}", x), CODE_STEPS) for x in sorted(X_CODES.values())]
+    families += [(coded(f"rows8_invariant.{x}", x), CODE_STEPS) for x in sorted({*X_CODES.values()})]
     return [
         replace(tactic, name=tactic.name.replace("invariant", f"invariant{m or ''}"), largest_tokens=m)
         for tactic, steps in families

@@ -26,7 +26,7 @@ from pelton.kernels.linear.products import (
 )
 from pelton.kernels.linear.rows8 import LAYOUT, supports_rows8, unpacked, unpacked_bytes
 from pelton.kernels.linear.tiles import PROCESSORS
-from pelton.kernels.tactic import NodeSpec, Tactic
+from pelton.kernels.tactic import NodeSpec, Tactic, static_codes
 
 FILE = "linear/hopper_products.cu"
 QUANTIZE = "linear/hopper_quantize.cu"
@@ -79,27 +79,53 @@ def code_bytes(k: int, max_tokens: int, exact: bool) -> tuple[int, int]:
 def quantised(p: Product, exact: bool) -> tuple[LaunchSpec, int]:
     """x, normed where the form says so, as codes at the workspace's beginning; where their scales are."""
     _, scales = code_bytes(p.k, p.max_tokens, exact)
+    return quantise_launch(p, scales, exact=exact), scales
+
+
+def quantise_launch(
+    p: Product, scales: int, *, exact: bool = False, group: int = 0, scale_row: int = 0
+) -> LaunchSpec:
+    """Codes at the workspace's beginning, their scales from byte ``scales`` on.
+
+    ``group``: columns of a row that have a scale (0: all), those of the next ``scale_row`` floats behind.
+    """
     b = CudaBuilder(p.call, QUANTIZE, "quantize_rows").input(0)
     b = b.nothing() if p.form.norm is None else b.input(p.form.norm)
     b.workspace().workspace(scales).number(float(p.call.attrs.get("eps", 0.0)))
+    b.number(float(p.call.attrs.get("x_scale") or 0.0))
     vectors = p.k // 8
     threads = 32 * -(-vectors // (32 * -(-vectors // 256)))  # several rows beside each other
-    launch = b.launch(
+    return b.launch(
         (rows(p.x),),
         constants={
-            "CODE": CODES[p.weight.quant],
+            "CODE": {"fp8": 1, "int8": 2}[X_CODES[p.weight.quant]],
             "INNER": p.k,
             "X_ROW": p.x.strides[0],
             "EXACT": int(exact),
             "NORM": int(p.form.norm is not None),
             "HALF": int(p.x.dtype == "float16"),
             "THREADS": threads,
+            "GROUP": group,
+            "X_SCALES": scale_row,
         },
         threads=threads,
         shared=0,
         dependent=True,
     )
-    return launch, scales
+
+
+def weight_map(p: Product, tiles: ProductTiles, dtype: str) -> TensorMap:
+    """Boxes of 128 bytes of the rows of a tile that a block copies; gated: eights of gate and up in turn."""
+    item = ITEMSIZE[dtype]
+    unit, w_row, block_rows = ROW_BYTES // item, p.k * item, tiles.columns * tiles.wg_n
+    if p.form.gated:
+        return TensorMap(
+            dtype=dtype,
+            shape=(p.k, 8, 2, p.n // 8),
+            strides=(w_row, p.n * w_row, 8 * w_row),
+            box=(unit, 8, 2, block_rows // 16 // tiles.share),
+        )
+    return TensorMap(dtype=dtype, shape=(p.k, p.n), strides=(w_row,), box=(unit, block_rows // tiles.share))
 
 
 def products(
@@ -117,22 +143,11 @@ def products(
     dtype, unit = "uint8" if codes else p.weight.dtype, ROW_BYTES // item
     x_row = p.k if codes or form.norm is not None else p.x.strides[0]
     x_map = TensorMap(dtype=dtype, shape=(p.k, rows_of_x), strides=(x_row * item,), box=(unit, x_box))
-    block_rows, w_row = tiles.columns * tiles.wg_n, p.k * item
+    block_rows = tiles.columns * tiles.wg_n
     tile = block_rows // (2 if form.gated else 1)
-    if form.gated:
-        weight_map = TensorMap(
-            dtype=dtype,
-            shape=(p.k, 8, 2, p.n // 8),
-            strides=(w_row, p.n * w_row, 8 * w_row),
-            box=(unit, 8, 2, block_rows // 16 // tiles.share),
-        )
-    else:
-        weight_map = TensorMap(
-            dtype=dtype, shape=(p.k, p.n), strides=(w_row,), box=(unit, block_rows // tiles.share)
-        )
     assert not codes or p.k % ROW_BYTES == 0, "no padding between rows of the weight"
     before: tuple[Work, ...]
-    b = CudaBuilder(call, FILE, "products").tensor_map(1, weight_map)
+    b = CudaBuilder(call, FILE, "products").tensor_map(1, weight_map(p, tiles, dtype))
     if codes:
         quantise, scales = quantised(p, exact)
         before = (quantise,)
@@ -251,7 +266,8 @@ def supports_codes(form: Form, node: NodeSpec) -> bool:
     """Rows of the weight in eights, besides what the layout asks for."""
     weight = node.inputs[1]
     assert weight is not None
-    return supports_rows8(form, node) and int(weight.shape[0]) % (16 if form.gated else 8) == 0
+    eights = int(weight.shape[0]) % (16 if form.gated else 8) == 0
+    return weight.quant in CODES and supports_rows8(form, node) and eights
 
 
 def product_tactics(op: str, form: Form) -> list[Tactic]:
@@ -263,7 +279,10 @@ def product_tactics(op: str, form: Form) -> list[Tactic]:
         def supports(node: NodeSpec) -> bool:
             weight = node.inputs[1]
             assert weight is not None
-            wanted = not codes or X_CODES.get(weight.quant) == node.activations == codes
+            if codes:
+                wanted = X_CODES.get(weight.quant) == node.activations == static_codes(node, codes) == codes
+            else:
+                wanted = not static_codes(node)
             return wanted and supports_codes(form, node)
 
         def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:

@@ -1,19 +1,24 @@
 // Rows as 8-bit codes with a float32 scale each, for products of codes (hopper_products.cu); a block takes a row.
 // The RMS norm before (NORM) is part of it. Compute capability 9.0.
 //
-// A value is d q with d = max|x| / 127 (CODE 2: int8) or / 448 (CODE 1: e4m3) of its row. Of EXACT it has two codes,
+// A value is d q with d = max|x| / 127 (CODE 2: int8) or / 448 (CODE 1: e4m3) of its row, or d = `given` where that is
+// not 0: then what is out of reach has the last code. Of EXACT it has two codes,
 // in rows 16 i + j and 16 i + j + 8 for row 8 i + j: of int8, high and low byte (-128 to 127) of 16 bits, d = max|x| /
 // 32639; of e4m3, the nearest to x / d and the nearest to 16 times what is left, d a power of two: a bfloat16 has 8
 // significant bits and either code has 4, so that no bit is lost of values down to 2^-13 of the row's largest.
 //
+// With GROUP (128 or 0: none) each row and GROUP columns have a scale of their own, those of the next columns X_SCALES
+// floats behind.
+//
 // Constants: CODE, INNER (a multiple of 8), X_ROW (elements from row to row of x), EXACT, NORM, HALF (float16 instead of
-// bfloat16), THREADS.
+// bfloat16), THREADS, GROUP, X_SCALES.
 #include "hopper.cuh"
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 
 constexpr int VECTORS = INNER / 8, OWN = (VECTORS + THREADS - 1) / THREADS, WARPS = THREADS / 32;
+static_assert(!GROUP || (!EXACT && GROUP == 128 && INNER % GROUP == 0), "half a warp has a group");
 static_assert(INNER % 8 == 0 && WARPS * 32 == THREADS && WARPS <= 32, "vectors of eight");
 
 DEVICE float to_float(u16 x) {
@@ -58,6 +63,19 @@ DEVICE void from_e4m3(u32 codes, float& low, float& high) {
         : "h"(u16(codes)));
 }
 
+DEVICE float largest_of(u32 w) { return fmaxf(fabsf(low_half(w)), fabsf(high_half(w))); }
+
+// Of values of at most `top`.
+DEVICE void choose_scale(float top, float& scale, float& inverse) {
+    if (CODE == 1 && EXACT) {  // top / scale is 128 to 256
+        const u32 exponent = max(__float_as_uint(top) >> 23, 8u);
+        scale = __uint_as_float(exponent - 7 << 23), inverse = __uint_as_float(261 - exponent << 23);
+    } else {
+        constexpr float most = CODE == 1 ? 448.0f : EXACT ? 32639.0f : 127.0f;
+        scale = top / most, inverse = top > 0.0f ? most / top : 0.0f;
+    }
+}
+
 // Codes of two values, the second in the upper byte; `less`: of EXACT, those of what is left.
 DEVICE u32 code_of(float a, float b, u32& less) {
     if (CODE == 1) {
@@ -70,6 +88,7 @@ DEVICE u32 code_of(float a, float b, u32& less) {
         return q;
     }
     int x = __float2int_rn(a), y = __float2int_rn(b);
+    if (!EXACT) x = max(-127, min(127, x)), y = max(-127, min(127, y));
     if (EXACT) {
         less = (x & 255) | (y & 255) << 8;
         x = (x + 128) >> 8, y = (y + 128) >> 8;
@@ -78,7 +97,7 @@ DEVICE u32 code_of(float a, float b, u32& less) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    quantize_rows(const u16* x, const float* norm, u8* codes, float* scales, float eps) {
+    quantize_rows(const u16* x, const float* norm, u8* codes, float* scales, float eps, float given) {
     launch_next();
     __shared__ float squares[WARPS], largest[WARPS];
     float4 gains[NORM ? OWN : 1][2];  // a weight: no kernel's result
@@ -120,24 +139,32 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                                         high_half(words[4 * i + j]) * scale * g[2 * j + 1]);
         }
     }
-    float top = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4 * OWN; ++i) top = fmaxf(top, fmaxf(fabsf(low_half(words[i])), fabsf(high_half(words[i]))));
-    top = over_block<true>(top, largest);
     float scale, inverse;
-    if (CODE == 1 && EXACT) {  // top / scale is 128 to 256
-        const u32 exponent = max(__float_as_uint(top) >> 23, 8u);
-        scale = __uint_as_float(exponent - 7 << 23), inverse = __uint_as_float(261 - exponent << 23);
-    } else {
-        constexpr float most = CODE == 1 ? 448.0f : EXACT ? 32639.0f : 127.0f;
-        scale = top / most, inverse = top > 0.0f ? most / top : 0.0f;
+    if (!GROUP) {
+        float top = 0.0f;
+        if (EXACT || given == 0.0f) {
+#pragma unroll
+            for (int i = 0; i < 4 * OWN; ++i) top = fmaxf(top, largest_of(words[i]));
+            top = over_block<true>(top, largest);
+        }
+        if (!EXACT && given != 0.0f) scale = given, inverse = 1.0f / given;
+        else choose_scale(top, scale, inverse);
+        if (threadIdx.x == 0) scales[row] = scale;
     }
-    if (threadIdx.x == 0) scales[row] = scale;
     const long long first = EXACT ? row / 8 * 16 + row % 8 : row;
     uint2* to = reinterpret_cast<uint2*>(codes + first * INNER);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         const int at = i * THREADS + threadIdx.x;
+        if (GROUP) {
+            float top = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) top = fmaxf(top, largest_of(words[4 * i + j]));
+#pragma unroll
+            for (int j = 8; j > 0; j /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, j));
+            choose_scale(top, scale, inverse);
+            if (at < VECTORS && at % 16 == 0) scales[at / 16 * (long long)X_SCALES + row] = scale;
+        }
         if (at >= VECTORS) break;
         u32 q[4], less[4];
 #pragma unroll

@@ -8,9 +8,12 @@
 // far below what float32 sums keep. Columns of a product of 16 are taken in the order in which `ldmatrix`, made for
 // elements of 16 bits, gives bytes: lane 4 g + q has columns 4 q to 4 q + 3 of row g.
 //
-// Constants besides: CODE (e4m3 1, int8 2), SCALES (where the weight's scales begin).
+// With GROUPED, rows have a scale for each 128 columns, those of all rows for a box behind each other: the sums of a box
+// are multiplied with them.
+//
+// Constants besides: CODE (e4m3 1, int8 2), SCALES (where the weight's scales begin), GROUPED.
 constexpr int COLUMNS = 128;
-constexpr bool ROW_SCALES = true;
+constexpr bool ROW_SCALES = !GROUPED;
 #include "hopper_rows.cuh"
 
 static_assert(!HALF && INNER % COLUMNS == 0 && SPLITS % BOXES == 0, "whole boxes, each of one split");
@@ -150,6 +153,19 @@ DEVICE void load_x_of_one(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 own, 
     factors[0] = factors[1] = inverse_of(exponent);
 }
 
+// Of GROUPED, the scales of this lane's rows for a box of the tile.
+DEVICE void load_group_scales(float (&d)[ROW_TILES][2], int turn, int box, const float* scales) {
+    const int part = threadIdx.x / 32 / SPLITS;
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = (part * ROW_TILES + r) * 16 + threadIdx.x % 32 / 4 + 8 * h;
+            const int half = GATED && row >= OUT_ROWS, n = (blockIdx.x + turn * WORKERS) * OUT_ROWS + row - half * OUT_ROWS;
+            d[r][h] = n < RESULTS && box * COLUMNS < INNER ? __ldg(scales + box * (GATED ? 2 * RESULTS : RESULTS) + half * RESULTS + n) : 0.0f;
+        }
+}
+
 DEVICE void compute(const Shared& shared, int tokens, float eps, const float* scales, const float* bias,
                     const unsigned short* residual, unsigned short* out) {
     const int lane = threadIdx.x % 32, split = threadIdx.x / 32 % SPLITS, part = threadIdx.x / 32 / SPLITS;
@@ -159,11 +175,11 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; ++j) squares[j] = 0.0f;
     Besides besides;
-    load_scales(besides, 0, scales);
+    if (ROW_SCALES) load_scales(besides, 0, scales);
     wait_for_previous();
     int box = split;  // of all tiles
     for (int turn = 0; turn < TILES; ++turn) {
-        if (turn) load_scales(besides, turn, scales);
+        if (ROW_SCALES && turn) load_scales(besides, turn, scales);
         load_residual(besides, turn, tokens, residual);
         float d[ROW_TILES][TOKEN_TILES][4];
 #pragma unroll
@@ -173,6 +189,8 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
 #pragma unroll 1
         for (; box < (turn + 1) * STEPS * BOXES; box += SPLITS) {
             const u32 step = box / BOXES, stage = step % STAGES, lap = step / STAGES, place = box % BOXES;
+            float of_rows[ROW_TILES][2];
+            if (GROUPED) load_group_scales(of_rows, turn, box - turn * STEPS * BOXES, scales);
             // Another warp may have had the place before: while that lap's copies are not there, the barrier's parity
             // is that of this lap.
             barrier_wait(shared.empty(stage), (lap + 1) % 2);
@@ -217,7 +235,8 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
 #pragma unroll
                 for (int j = 0; j < TOKEN_TILES; ++j)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) d[r][j][e] += factors[j][e % 2] * now[r][j][e];
+                    for (int e = 0; e < 4; ++e)
+                        d[r][j][e] += (GROUPED ? factors[j][e % 2] * of_rows[r][e / 2] : factors[j][e % 2]) * now[r][j][e];
         }
         if (NORM && TOKENS == 8 && tokens == 1 && turn == 0) {  // `leave` adds up four lanes
 #pragma unroll
@@ -225,7 +244,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
         }
         if (TILES == 1) named_sync(1, THREADS);  // the last of the ring has been read
         leave(shared, d, squares, turn == 0);
-        put_scales(shared, besides);
+        if (ROW_SCALES) put_scales(shared, besides);
         named_sync(1, THREADS);
         finish(shared, turn, tokens, eps, bias, besides, out);
         named_sync(1, THREADS);

@@ -28,12 +28,12 @@ from pelton.kernels.linear.packed_tiles import (
     unit_columns,
 )
 from pelton.kernels.linear.products import Form, Launches, Product, aligned, cublaslt, normed_bytes
-from pelton.kernels.tactic import GPU_FLOATS, NodeSpec, Tactic
+from pelton.kernels.tactic import GPU_FLOATS, NodeSpec, Tactic, static_codes
 
 MODULE = "pelton.kernels.linear.triton_packed"
 UNPACK = "pelton.kernels.linear.triton_unpack"
 #: Types whose codes are multiplied with codes of the input: which those are.
-X_CODES = {"int8_row": "int8", "fp8_row": "fp8"}
+X_CODES = {"int8_row": "int8", "fp8_row": "fp8", "fp8_g128": "fp8"}
 LAYOUT = "mma16"
 
 _CODE = {"nf4_g64": "nf4", "fp4_g64": "e2m1", "nvfp4": "e2m1", "mxfp4": "e2m1"}
@@ -104,7 +104,12 @@ def supports_packed(form: Form, node: NodeSpec) -> bool:
     assert weight is not None
     rest = [t.quant or t.dtype for i, t in enumerate(node.inputs) if t is not None and i != 1]
     gated = not form.gated or (node.attrs["kind"] in KINDS and int(weight.shape[0]) % (2 * PANEL) == 0)
-    return weight.quant in GPU_BLOCK_TYPES and all(kind in GPU_FLOATS for kind in rest) and gated
+    return (
+        weight.quant in GPU_BLOCK_TYPES
+        and all(kind in GPU_FLOATS for kind in rest)
+        and gated
+        and not static_codes(node)
+    )
 
 
 def _supports_unpacked(form: Form, node: NodeSpec) -> bool:

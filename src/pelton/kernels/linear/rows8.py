@@ -5,11 +5,15 @@ that a weight has it for all steps or for none. Up to 16 tokens take a kernel th
 (``hopper_rows8.cu``), with inputs as they are: rounding them to codes too, where that is asked for, would
 gain nothing there. Where nothing better is there, the weight is written to the workspace as dense rows and
 multiplied there.
+
+An input with a static scale (``x_scale``) is rounded to codes in steps of more than 16 tokens, by the kernels
+of ``hopper_products.py`` alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from pelton.dtypes import ITEMSIZE
 from pelton.kernels.gated_activation.cuda import KINDS
@@ -29,13 +33,17 @@ from pelton.kernels.linear.products import (
     normed_bytes,
 )
 from pelton.kernels.linear.tiles import rows8_tiles
-from pelton.kernels.tactic import NodeSpec, Tactic
+from pelton.kernels.tactic import NodeSpec, Tactic, static_codes
 
 LAYOUT = "rows8"
+#: The type with a scale for each row and 128 columns.
+BLOCKS = "fp8_g128"
 #: Columns of a weight are a multiple of as many, the bytes of a row of a swizzled box.
 COLUMNS = 128
 #: Steps, tokens, that the kernel of few has forms for.
 FEW_TOKENS = (8, 16)
+#: Types of codes to which inputs are rounded.
+_X_CODES = ("int8", "fp8")
 #: Rows and columns that a program unpacks.
 _TILE = (32, 128)
 
@@ -49,6 +57,8 @@ def supports_rows8(form: Form, node: NodeSpec) -> bool:
     rows = [x] + ([] if form.residual is None else [node.inputs[form.residual]])
     return (
         weight.quant in TYPES
+        # Where inputs stay as they are, codes are best in registers' order (``gpu_layouts.py``).
+        and (weight.quant != BLOCKS or node.activations == "fp8")
         and int(weight.shape[1]) % COLUMNS == 0
         and all(t is None or (t.quant or t.dtype) == "float32" for t in vectors)
         and all(t is not None and t.dtype == "bfloat16" for t in rows)
@@ -56,11 +66,12 @@ def supports_rows8(form: Form, node: NodeSpec) -> bool:
     )
 
 
-def supports_few(form: Form, node: NodeSpec) -> bool:
-    """Where the norm's weight fits beside the tiles."""
+def supports_few(form: Form, node: NodeSpec, codes: str = "") -> bool:
+    """Where the norm's weight fits beside the tiles; ``codes``: to what a static scale rounds the input."""
     weight = node.inputs[1]
     assert weight is not None
-    return supports_rows8(form, node) and (form.norm is None or int(weight.shape[1]) <= MOST_NORMED)
+    fits = form.norm is None or int(weight.shape[1]) <= MOST_NORMED
+    return supports_rows8(form, node) and fits and static_codes(node) == codes
 
 
 def unpacked(form: Form, call: CallSpec, max_tokens: int, *, invariant: bool = False) -> tuple[Work, ...]:
@@ -72,7 +83,8 @@ def unpacked(form: Form, call: CallSpec, max_tokens: int, *, invariant: bool = F
     stacked = int(p.weight.shape[0])
     b = Builder(call, UNPACK, "unpack_rows").input("weight", 1).workspace("out", p.scratch, dtype=p.x.dtype)
     b.constants(N=stacked, K=p.k, ROW=row_bytes(p.k), SCALES=scales_at((stacked, p.k)))
-    b.constants(CODE=type_constants(p.weight.quant)["CODE"], ROWS=_TILE[0], COLUMNS=_TILE[1])
+    kind = type_constants(p.weight.quant)
+    b.constants(CODE=kind["CODE"], ROWS=_TILE[0], COLUMNS=_TILE[1], GROUP=kind["GROUP"])
     grid = (Term(times=-(-p.k // _TILE[1])),), (Term(times=-(-stacked // _TILE[0])),)
     dense = b.launch(*grid, num_warps=4)
     # Gated, the second half of cuBLASLt's row must be aligned as pointers of the kernel behind it are.
@@ -116,7 +128,7 @@ def rows8_tactics(op: str, form: Form) -> list[Tactic]:
         name=f"cuda.{op}.rows8_unpack",
         op=op,
         device="cuda",
-        supports=lambda node: supports_rows8(form, node),
+        supports=lambda node: supports_rows8(form, node) and not static_codes(node),
         priority=20,
         precision="bfloat16",
         sm=90,
@@ -129,13 +141,15 @@ def rows8_tactics(op: str, form: Form) -> list[Tactic]:
             # The fewer tokens it is for, the sooner it is taken.
             replace(
                 tactic,
-                name=f"cuda.{op}.rows8_few{m}",
-                supports=lambda node: supports_few(form, node),
+                name=f"cuda.{op}.rows8_few{m}" + (f"_static.{codes}" if codes else ""),
+                supports=partial(supports_few, form, codes=codes),
+                precision=codes or "bfloat16",
                 priority=60 - i,
                 largest_tokens=m,
                 launches=few(form, m),
             )
             for i, m in enumerate(FEW_TOKENS)
+            for codes in ("", *_X_CODES)
         ),
         tactic,
     ]

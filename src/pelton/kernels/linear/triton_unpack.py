@@ -64,13 +64,20 @@ def unpack_rows(
     CODE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """``rows8``: codes every ``ROW`` bytes, scales from byte ``SCALES`` on -> ``out``: (N, K)."""
+    """``rows8``: codes every ``ROW`` bytes, scales from byte ``SCALES`` on -> ``out``: (N, K).
+
+    ``GROUP``: columns of a scale, a multiple of ``COLUMNS``; 0: all.
+    """
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (n < N)[:, None] & (k < K)[None, :]
     codes = tl.load(weight + n.to(tl.int64)[:, None] * ROW + k[None, :], mask=inside, other=0)
-    d = tl.load((weight + SCALES).to(tl.pointer_type(tl.float32)) + n, mask=n < N, other=0.0)
+    scales = (weight + SCALES).to(tl.pointer_type(tl.float32))
+    if GROUP:
+        scales += tl.program_id(0) * COLUMNS // GROUP * N
+    d = tl.load(scales + n, mask=n < N, other=0.0)
     value = decode8(codes, CODE, out.dtype.element_ty).to(tl.float32) * d[:, None]
     tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], value.to(out.dtype.element_ty), mask=inside)
 

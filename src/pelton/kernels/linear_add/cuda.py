@@ -1,5 +1,6 @@
 """Products that are added to a residual, on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
+from pelton.kernels.linear.hopper_blocks import block_tactics
 from pelton.kernels.linear.hopper_invariant import invariant_tactics
 from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
@@ -16,6 +17,7 @@ TACTICS = [
     *wide_tactics("linear_add", FORM),
     *rows8_tactics("linear_add", FORM),
     *product_tactics("linear_add", FORM),
+    *block_tactics("linear_add", FORM),
     *dense_tactics("linear_add", FORM),
     *invariant_tactics("linear_add", FORM),
 ]

@@ -1,5 +1,6 @@
 """Gated products on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
+from pelton.kernels.linear.hopper_blocks import block_tactics
 from pelton.kernels.linear.hopper_invariant import invariant_tactics
 from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
@@ -16,6 +17,7 @@ TACTICS = [
     *wide_tactics("linear_gated", FORM),
     *rows8_tactics("linear_gated", FORM),
     *product_tactics("linear_gated", FORM),
+    *block_tactics("linear_gated", FORM),
     *dense_tactics("linear_gated", FORM),
     *invariant_tactics("linear_gated", FORM),
 ]

@@ -1,5 +1,6 @@
 """Products of normed rows on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
+from pelton.kernels.linear.hopper_blocks import block_tactics
 from pelton.kernels.linear.hopper_invariant import invariant_tactics
 from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
@@ -16,6 +17,7 @@ TACTICS = [
     *wide_tactics("norm_linear", FORM),
     *rows8_tactics("norm_linear", FORM),
     *product_tactics("norm_linear", FORM),
+    *block_tactics("norm_linear", FORM),
     *dense_tactics("norm_linear", FORM),
     *invariant_tactics("norm_linear", FORM),
 ]
