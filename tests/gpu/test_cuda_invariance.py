@@ -34,6 +34,8 @@ KINDS = (
     pytest.param("fp8_row", "bfloat16", marks=pytest.mark.slow),
     pytest.param("int8_row", "bfloat16", marks=pytest.mark.slow),
     pytest.param("int8_row", "int8", marks=pytest.mark.slow),
+    pytest.param("int8_g64", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("nvfp4", "bfloat16", marks=pytest.mark.slow),
 )
 #: Tokens of steps, the largest first; results and columns: halved without a gate, and not with one.
 STEPS, N, K = (1100, 512, 130, 64, 33, 8, 1), 2304, 1024

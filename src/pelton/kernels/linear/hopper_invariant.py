@@ -9,8 +9,8 @@ Where rows of the weight are few, both halves of the columns have a sum, and the
 two blocks of a cluster have one each (SPLIT), in large ones a block has both, one after the other
 (PROMOTE).
 
-Packed weights of up to 4 bits have ``hopper_wide.cu``, whose blocks and warp groups share the columns of a
-row in the same way in every step.
+Packed weights have ``hopper_wide.cu``, whose blocks and warp groups share the columns of a row in the same
+way in every step.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from pelton.kernels.tactic import NodeSpec, Tactic, static_codes
 STEPS, CODE_STEPS, PACKED_STEPS = (8, 32, 64, 128, 256, 512, 0), (8, 32, 64, 128, 256, 0), (32, 0)
 #: Tokens of a tile of packed weights' products, in all but the smallest steps.
 _PACKED_TILE = 64
-#: Before every other batch-invariant tactic, behind all that are not.
-_PRIORITY = 5
+#: Before every other batch-invariant tactic, behind all that are not; rows of codes before packed ones.
+_PRIORITY, _PACKED_PRIORITY = 5, 4
 #: Columns are halved where there are at most so many rows of the weight, in sixteens for each multiprocessor,
 #: and at least so many units of columns.
 _FEW, _LONG = 2, 8
@@ -167,6 +167,7 @@ def invariant_tactics(op: str, form: Form) -> list[Tactic]:
         whole,
         name=f"cuda.{op}.packed_wide_invariant",
         supports=lambda node: supports_wide(form, node),
+        priority=_PACKED_PRIORITY,
         weight_layouts={1: PACKED},
         launches=packed,
     )
