@@ -33,6 +33,14 @@ def measured(model: Any, largest: float) -> dict[int, tuple[list[float], list[fl
     }
 
 
+def shifts(model: Any) -> dict[int, Any]:
+    g = torch.Generator().manual_seed(0)
+    return {
+        layer: (3 * torch.randn(kv.num_kv_heads, kv.head_dim, generator=g)).numpy()
+        for layer, kv in enumerate(model.layer_kv())
+    }
+
+
 def run(model: Any, graph: Graph, kv_dtype: torch.dtype) -> torch.Tensor:
     runner = PagedRunner(model, forward=graph_forward(graph, model), kv_dtype=kv_dtype)
     return torch.cat(run_packed(runner, texts((14, 9))))
@@ -61,7 +69,8 @@ def test_logits_with_scaled_codes_are_near_the_exact_ones(
 def test_fused_ops_take_the_scales_along() -> None:
     model = load_ours(zoo.qwen3())
     graph = trace(model, max_seq_len=64, block_size=4, kv_dtype="int8")
-    quantise_kv.run(graph, replace(FLOAT32, kv_scales=measured(model, 127.0)))
+    context = replace(FLOAT32, kv_scales=measured(model, 127.0), key_shifts=shifts(model))
+    quantise_kv.run(graph, context)
     graph.module.recompile()
     want = run(model, graph, torch.int8)
     for fuse in (rope_kv_write, rope_paged_attention):
@@ -71,6 +80,20 @@ def test_fused_ops_take_the_scales_along() -> None:
         assert torch.equal(run(model, graph, torch.int8), want)
     (first, *_) = (n for n in graph.calls if op_name(n) == "rope_paged_attention")
     assert graph.input_of(argument(first, "v_scale")).name == "v_scale.0"
+    assert graph.input_of(argument(first, "k_shift")).name == "k_shift.0"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
+def test_keys_less_a_vector_give_the_same_logits(architecture: str) -> None:
+    """In a cache that rounds nothing the shift alone is left."""
+    model = load_ours(ARCHITECTURES[architecture]())
+    want = torch.cat(run_packed(PagedRunner(model), texts((14, 9))))
+    graph = trace(model, max_seq_len=64, block_size=4)
+    ones = {i: ([1.0] * kv.num_kv_heads,) * 2 for i, kv in enumerate(model.layer_kv())}
+    context = replace(FLOAT32, kv_scales=ones, key_shifts=shifts(model))
+    assert quantise_kv.run(graph, context).changed
+    graph.module.recompile()
+    assert relative_error(run(model, graph, torch.float32), want) < 1e-5
 
 
 def test_caches_without_scales_are_left_alone() -> None:

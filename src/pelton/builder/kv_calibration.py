@@ -1,5 +1,5 @@
-"""Scales of 8-bit KV caches: the checkpoint's, where it has them for such caches, else the largest key and
-value of each KV head on text, by the eager reference model.
+"""Scales of 8-bit KV caches: the checkpoint's, where it has them for such caches, else from the keys and
+values of each KV head on text, by the eager reference model; then also a vector that keys are stored without.
 
 They are static: K and V of a head keep their range from text to text, and what a later text has beyond it
 becomes the largest code.
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from pelton import nn
+from pelton.builder.attended_keys import AttendedKeys
 from pelton.builder.evaluation import exact_model, windows
 from pelton.builder.facts import model_config
 from pelton.builder.probe import sample_tokens
@@ -31,6 +32,8 @@ from pelton.models.registry import architecture_of
 
 Scales = dict[int, tuple[list[float], list[float]]]
 """By layer, of K and of V of each KV head."""
+Shifts = dict[int, npt.NDArray[np.float32]]
+"""By layer, what is taken from the keys of each KV head before they are stored (KV heads, head_dim)."""
 
 #: Tokens of text that are read.
 TOKENS = 512
@@ -65,6 +68,21 @@ def unmeasured_scales(model: nn.CausalLM) -> Scales:
     return {layer: (list(values), list(values)) for layer, values in ones.items()}
 
 
+def unmeasured_shifts(model: nn.CausalLM) -> Shifts:
+    """Zeros for each layer, where a dry run reads no values."""
+    capped = {i for i, m in enumerate(_attentions(model)) if m.softcap > 0}
+    return {
+        i: np.zeros((kv.num_kv_heads, kv.head_dim), np.float32)
+        for i, kv in enumerate(model.layer_kv())
+        if i not in capped
+    }
+
+
+def _attentions(model: nn.CausalLM) -> list[nn.Attention]:
+    """Of each layer, where they are Pelton's own."""
+    return [m for m in model.modules() if isinstance(m, nn.Attention)]
+
+
 def with_float32_caches(config: EngineConfig) -> EngineConfig:
     """``config`` for a reference that rounds nothing."""
     return msgspec.structs.replace(config, build=msgspec.structs.replace(config.build, kv_dtype="float32"))
@@ -76,21 +94,30 @@ class SeenKV:
 
     k: list[torch.Tensor]
     v: list[torch.Tensor]
+    shift: dict[int, torch.Tensor]
+    """By layer, what is taken from the keys (KV heads, head_dim), float32; absent: nothing may be."""
 
     def key_sizes(self) -> dict[int, npt.NDArray[np.float32]]:
-        """By layer, the largest magnitude of each channel of the keys (KV heads, head_dim)."""
-        return {layer: k.abs().amax(dim=1).float().numpy() for layer, k in enumerate(self.k)}
+        """By layer, the largest magnitude of each channel of the shifted keys (KV heads, head_dim)."""
+        return {layer: self._shifted(layer).abs().amax(dim=1).numpy() for layer in range(len(self.k))}
 
-    def scales(self, model: nn.CausalLM, kv_dtype: str) -> Scales:
+    def scales(self, model: nn.CausalLM, kv_dtype: str) -> tuple[Scales, Shifts]:
         """Of caches of ``kv_dtype``, for keys as ``model`` makes them after ``smooth_keys``."""
-        factors = [m.key_factors for m in model.modules() if isinstance(m, nn.Attention)]
-        dtype, found = getattr(torch, kv_dtype), {}
-        for layer, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
-            k = k.float()
+        factors = [m.key_factors for m in _attentions(model)]
+        dtype, found, shifts = getattr(torch, kv_dtype), {}, {}
+        for layer, v in enumerate(self.v):
+            k, by_channel = self._shifted(layer), torch.ones(())
             if factors and factors[layer] is not None:
-                k = k / torch.from_numpy(factors[layer]).float()[:, None]
+                by_channel = torch.from_numpy(factors[layer]).float()
+                k = k / by_channel[:, None]
             found[layer] = scale_of(k, dtype).tolist(), scale_of(v, dtype, relative=True).tolist()
-        return found
+            if layer in self.shift:
+                shifts[layer] = (self.shift[layer] / by_channel).numpy()
+        return found, shifts
+
+    def _shifted(self, layer: int) -> torch.Tensor:
+        k, shift = self.k[layer].float(), self.shift.get(layer)
+        return k if shift is None else k - shift[:, None]
 
     def of_layers(self, kv_dtype: str) -> list[tuple[float, float]]:
         """One scale for the keys and one for the values of each layer, for caches of ``kv_dtype``."""
@@ -110,15 +137,18 @@ def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenK
     reference = exact_model(checkpoint, config)
     k: list[list[torch.Tensor]] = [[] for _ in reference.k_caches]
     v: list[list[torch.Tensor]] = [[] for _ in reference.v_caches]
+    attended = AttendedKeys(reference.k_caches)
     for batch in windows(_text(checkpoint, config), config):
-        reference.run(batch)
+        with attended:
+            reference.run(batch)
         for seen, caches in ((k, reference.k_caches), (v, reference.v_caches)):
             for parts, cache in zip(seen, caches, strict=True):
                 by_head = cache.transpose(0, 1).flatten(1, 2)
                 # Slots that no token has taken are NaN.
                 taken = ~by_head[0, :, 0].isnan()
                 parts.append(by_head[:, taken].clamp(-_MOST, _MOST).half())
-    return SeenKV([torch.cat(parts, 1) for parts in k], [torch.cat(parts, 1) for parts in v])
+    by_layer = ([torch.cat(parts, 1) for parts in seen] for seen in (k, v))
+    return SeenKV(*by_layer, attended.means())
 
 
 def _text(checkpoint: Checkpoint, config: EngineConfig) -> Text:

@@ -8,11 +8,16 @@ import torch
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-def encode(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+def encode(
+    x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, shift: torch.Tensor | None = None
+) -> torch.Tensor:
     """``x``: (T, Hkv, D); ``scale``: (Hkv,) float32, None: ones -> the codes, in the cache's ``dtype``.
 
-    Beyond the largest code a value becomes that one. Caches of more bits have no scale.
+    Beyond the largest code a value becomes that one. Caches of more bits have no scale. ``shift``: (Hkv, D)
+    float32, taken from ``x`` first.
     """
+    if shift is not None:
+        x = x.float() - shift
     if dtype not in LARGEST:
         return x.to(dtype)
     x = x.float()

@@ -1,5 +1,8 @@
 """quantise_kv: a KV cache of 8 bits gets scales, which writes divide by and attention multiplies with.
 
+Writes also take from the keys what ``PassContext.key_shifts`` has of their layer, the same vector from all
+keys of a head. Every score of a query loses the same number by that, so softmax gives what it gave.
+
 K and V apart, one scale a KV head (``PassContext.kv_scales``); without them codes are the values themselves.
 """
 
@@ -8,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from pelton.ir.graph import Graph, op_name
+from pelton.ir.graph import Graph, argument, op_name
 from pelton.passes.base import Pass, PassContext, PassReport
 
 NAME = "quantise_kv"
@@ -19,20 +22,21 @@ BEFORE = {"kv_write": 5, "paged_attention": 9}
 def run(graph: Graph, context: PassContext) -> PassReport:
     """Give the scales of its layer to every op that reads or writes a cache."""
     nodes = [n for n in graph.calls if op_name(n) in BEFORE]
-    scales: dict[int, tuple[fx.Node, fx.Node]] = {}
+    constants: dict[int, tuple[fx.Node, ...]] = {}
     changed = 0
     for node in nodes:
         layer = _layer(graph, node)
         values = context.kv_scales.get(layer)
         if values is None:
             continue
-        if layer not in scales:
-            k, v = (
-                graph.insert_constant(f"{kind}_scale.{layer}", torch.tensor(value))
-                for kind, value in zip("kv", values, strict=True)
-            )
-            scales[layer] = k, v
-        _give(node, scales[layer])
+        capped = op_name(node) == "paged_attention" and argument(node, "softcap") > 0
+        assert not (capped and layer in context.key_shifts), "capped scores do not all lose the same"
+        if layer not in constants:
+            given = {f"{kind}_scale": torch.tensor(value) for kind, value in zip("kv", values, strict=True)}
+            if layer in context.key_shifts:
+                given["k_shift"] = torch.from_numpy(context.key_shifts[layer])
+            constants[layer] = tuple(graph.insert_constant(f"{n}.{layer}", t) for n, t in given.items())
+        _give(node, constants[layer])
         changed += 1
     note = "" if context.kv_scales else "caches have no scales"
     return PassReport(name=NAME, matched=len(nodes) if context.kv_scales else 0, changed=changed, note=note)
@@ -43,13 +47,13 @@ def _layer(graph: Graph, node: fx.Node) -> int:
     return next(what.layer for what in map(graph.input_of, caches) if what.kind == "k_cache")
 
 
-def _give(node: fx.Node, scales: tuple[fx.Node, fx.Node]) -> None:
-    """Numbers that the call leaves out are written out: scales come behind them."""
+def _give(node: fx.Node, constants: tuple[fx.Node, ...]) -> None:
+    """Numbers that the call leaves out are written out: scales come behind them, then what writes take."""
     parameters = node.target._schema.arguments  # type: ignore[union-attr]
     args = list(node.args)
     for parameter in parameters[len(args) : BEFORE[op_name(node)]]:
         args.append(node.kwargs.get(parameter.name, parameter.default_value))
-    node.args = (*args, *scales)
+    node.args = (*args, *constants[: len(parameters) - len(args)])
     node.kwargs = {}
 
 
@@ -57,6 +61,6 @@ PASS = Pass(
     name=NAME,
     kind="graph",
     run=run,
-    rewrite="kv_write(k, v, caches), paged_attention(q, caches) -> the same with k_scale and v_scale",
+    rewrite="kv_write(k, v), paged_attention(q) -> the same with k_scale and v_scale, writes with k_shift",
     bound="nothing: the cache's type is the user's choice",
 )

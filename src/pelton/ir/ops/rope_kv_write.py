@@ -27,13 +27,15 @@ def reference(
     eps: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); ``k``, ``v``: (T, Hkv, D); the rest as in rope, kv_write and rms_norm."""
     if q_weight is not None:
         q = rms_norm.reference(q, q_weight, eps)
     if k_weight is not None:
         k = rms_norm.reference(k, k_weight, eps)
-    kv_write.reference(rope.reference(k, cos_sin), v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    k = rope.reference(k, cos_sin)
+    kv_write.reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_shift)
     return rope.reference(q, cos_sin)
 
 
@@ -50,6 +52,7 @@ def shape_rule(
     eps: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
 
@@ -74,6 +77,8 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         scales = (torch.tensor([0.04, 0.01]), torch.tensor([0.02, 0.05]))
         args = (qkv[:, :4], qkv[:, 4:6], qkv[:, 6:], cos_sin, *caches, slots, None, None, 0.0, *scales)
         yield Sample(args=args, name=f"{dtype} scaled")
+        shift = torch.randn(2, 64, generator=g)
+        yield Sample(args=(*args, shift), name=f"{dtype} shifted")
 
 
 OP = register(
@@ -82,7 +87,8 @@ OP = register(
         schema=(
             "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos_sin, Tensor(a!) k_cache, "
             "Tensor(b!) v_cache, Tensor slot_mapping, Tensor? q_weight=None, "
-            "Tensor? k_weight=None, float eps=0.0, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
+            "Tensor? k_weight=None, float eps=0.0, Tensor? k_scale=None, Tensor? v_scale=None, "
+            "Tensor? k_shift=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

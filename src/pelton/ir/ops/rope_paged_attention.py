@@ -34,6 +34,7 @@ def reference(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); ``k``, ``v``: (T, Hkv, D); the rest as in rope_kv_write and paged_attention
     -> (T, Hq, D).
@@ -42,7 +43,7 @@ def reference(
     already or its sequence has no keys.
     """
     rotated = rope_kv_write.reference(
-        q, k, v, cos_sin, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps, k_scale, v_scale
+        q, k, v, cos_sin, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps, k_scale, v_scale, k_shift
     )
     return paged_attention.reference(
         rotated,
@@ -78,6 +79,7 @@ def shape_rule(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
 
@@ -95,6 +97,7 @@ def make_sample(
     normed: bool = False,
     dtype: torch.dtype = torch.float32,
     cached: int = -1,
+    shifted: bool = False,
 ) -> Sample:
     """A batch of ``lens`` = (queries, keys) pairs; what the step writes is NaN, or 99, in the cache before.
 
@@ -123,9 +126,10 @@ def make_sample(
     qkv_views = qkv[:, :n_q], qkv[:, n_q : n_q + n_kv], qkv[:, n_q + n_kv :]
     step = torch.tensor(slots, dtype=torch.int32), table, cu_seqlens, seq_lens
     numbers = 1e-6, scale, window, softcap
+    scales += [torch.randn(n_kv, dim, generator=g)] if shifted else []
     return Sample(
         args=(*qkv_views, cos_sin, k_cache, v_cache, *step, *weights, *numbers, *scales),
-        name=f"{attention.name} rotary={rotary} normed={normed} cached={cached}",
+        name=f"{attention.name} rotary={rotary} normed={normed} cached={cached} shifted={shifted}",
     )
 
 
@@ -140,6 +144,9 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     yield make_sample(g, lens=[(7, 20), (1, 30)], window=6, softcap=5.0, block_size=16)
     for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
         yield make_sample(g, lens=[(1, 70), (1, 50)], dtype=dtype, heads=(8, 2), dim=128, block_size=16)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        yield make_sample(g, lens=[(1, 70), (1, 50)], dtype=dtype, dim=80, rotary=32, shifted=True)
+        yield make_sample(g, lens=[(5, 5), (1, 8)], dtype=dtype, dim=128, normed=True, shifted=True)
 
 
 OP = register(
@@ -149,7 +156,8 @@ OP = register(
             "rope_paged_attention(Tensor q, Tensor k, Tensor v, Tensor cos_sin, Tensor(a!) k_cache, "
             "Tensor(b!) v_cache, Tensor slot_mapping, Tensor block_table, Tensor cu_seqlens, "
             "Tensor seq_lens, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window=0, "
-            "float softcap=0.0, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
+            "float softcap=0.0, Tensor? k_scale=None, Tensor? v_scale=None, "
+            "Tensor? k_shift=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

@@ -90,10 +90,16 @@ inline void store_codes(const pelton_tensor* cache, int64_t at, int64_t head, co
   }
 }
 
-// Stores one head's vector in the cache (blocks, heads, block_size, D) at `slot`.
+// Stores one head's vector, less `shifts` (heads, D), in the cache (blocks, heads, block_size, D) at `slot`.
 inline void store_slot(const pelton_tensor* cache, int64_t slot, int64_t head, const pelton_tensor* scales,
-                       const float* x) {
+                       const float* x, const pelton_tensor* shifts = nullptr) {
   const int64_t dim = cache->shape[3], at = slot_offset(cache, slot, head);
+  float shifted[PELTON_MAX_HEAD_DIM];
+  if (shifts) {
+    const float* shift = (const float*)shifts->data + head * dim;
+    for (int64_t i = 0; i < dim; i++) shifted[i] = x[i] - shift[i];
+    x = shifted;
+  }
   if (cache->dtype == PELTON_F32) {
     memcpy((float*)cache->data + at, x, dim * sizeof(float));
     return;
@@ -110,8 +116,8 @@ inline void store_slot(const pelton_tensor* cache, int64_t slot, int64_t head, c
     to[i] = cache->dtype == PELTON_BF16 ? pelton_f32_to_bf16(x[i]) : pelton_f32_to_f16(x[i]);
 }
 
-// in: k, v (T, Hkv, D), k_cache, v_cache, slot_mapping (T) int32, [k_scale, v_scale (Hkv)]; a slot of -1 writes
-// nothing.
+// in: k, v (T, Hkv, D), k_cache, v_cache, slot_mapping (T) int32, [k_scale, v_scale (Hkv), k_shift (Hkv, D)]; a slot
+// of -1 writes nothing.
 void kv_write(const pelton_call* c, pelton_team* team, int thread) {
   const pelton_tensor *k = c->in[0], *v = c->in[1], *k_cache = c->in[2], *v_cache = c->in[3];
   for (PELTON_EACH_CHUNK(team, k->shape[0], kTokensPerClaim, lo, hi)) {
@@ -119,7 +125,7 @@ void kv_write(const pelton_call* c, pelton_team* team, int thread) {
       const int64_t slot = *pelton_row_i32(c->in[4], t);
       if (slot < 0) continue;
       for (int64_t h = 0; h < k->shape[1]; h++) {
-        store_slot(k_cache, slot, h, pelton_in(c, 5), pelton_row_f32(k, t) + h * k->stride[1]);
+        store_slot(k_cache, slot, h, pelton_in(c, 5), pelton_row_f32(k, t) + h * k->stride[1], pelton_in(c, 7));
         store_slot(v_cache, slot, h, pelton_in(c, 6), pelton_row_f32(v, t) + h * v->stride[1]);
       }
     }
@@ -127,7 +133,7 @@ void kv_write(const pelton_call* c, pelton_team* team, int thread) {
 }
 
 // in: q (T, Hq, D), k, v (T, Hkv, D), cos_sin (T, R), k_cache, v_cache, slot_mapping,
-// [q_weight (D), k_weight (D), k_scale, v_scale (Hkv)]. out: rotated q. attrs: eps.
+// [q_weight (D), k_weight (D), k_scale, v_scale (Hkv), k_shift (Hkv, D)]. out: rotated q. attrs: eps.
 void rope_kv_write(const pelton_call* c, pelton_team* team, int thread) {
   const pelton_tensor *q = c->in[0], *k = c->in[1], *v = c->in[2], *cos_sin = c->in[3];
   const pelton_tensor *k_cache = c->in[4], *v_cache = c->in[5], *y = c->out[0];
@@ -161,7 +167,7 @@ void rope_kv_write(const pelton_call* c, pelton_team* team, int thread) {
           x = rotated;
         }
         rotate(x, rotation, rotated, rotary, dim);
-        store_slot(k_cache, slot, h, k_scale, rotated);
+        store_slot(k_cache, slot, h, k_scale, rotated, pelton_in(c, 11));
         store_slot(v_cache, slot, h, v_scale, pelton_row_f32(v, t) + h * v->stride[1]);
       }
     }

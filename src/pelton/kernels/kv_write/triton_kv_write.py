@@ -15,6 +15,7 @@ def kv_write(
     slots,
     k_scale,
     v_scale,
+    k_shift,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -34,6 +35,8 @@ def kv_write(
     at = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * D + d
     key = tl.load(k + row * K_ROW + head * K_HEAD + d, mask=mask)
     value = tl.load(v + row * V_ROW + head * V_HEAD + d, mask=mask)
+    if k_shift is not None:
+        key = key.to(tl.float32) - tl.load(k_shift + head * D + d, mask=mask)
     key_scale = None if k_scale is None else tl.load(k_scale + head)
     value_scale = None if v_scale is None else tl.load(v_scale + head)
     tl.store(k_cache + at, encode(key, key_scale, k_cache.dtype.element_ty), mask=mask)

@@ -32,6 +32,12 @@ def rotated(x, mask_h, weight, cos_sin, eps, D: tl.constexpr, HALF: tl.constexpr
 
 
 @triton.jit
+def shifted(key, shift, mask):
+    """Keys less what lies at the addresses ``shift``."""
+    return key.to(tl.float32) - tl.load(shift, mask=mask, other=0.0)
+
+
+@triton.jit
 def _column(scale, head, HEADS: tl.constexpr):
     """The heads' scales, one a row."""
     return tl.load(scale + head, mask=head < HEADS, other=1.0)[:, None]
@@ -50,6 +56,7 @@ def rope_kv_write(
     k_weight,
     k_scale,
     v_scale,
+    k_shift,
     out,
     eps,
     Q_HEADS: tl.constexpr,
@@ -90,7 +97,9 @@ def rope_kv_write(
             at = ((slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
             turned = rotated(k + row * K_ROW + head * K_HEAD, mask_h, k_weight, table, eps, D, HALF, BLOCK)
             # As the unfused ops do: k has the element type before it gets the cache's.
-            key = encode(turned.to(k.dtype.element_ty), key_scale, k_cache.dtype.element_ty)
-            tl.store(k_cache + at, key, mask=mask)
+            key = turned.to(k.dtype.element_ty)
+            if k_shift is not None:
+                key = shifted(key, k_shift + head[:, None] * D + d[None, :], mask)
+            tl.store(k_cache + at, encode(key, key_scale, k_cache.dtype.element_ty), mask=mask)
             value = tl.load(v + row * V_ROW + (head * V_HEAD)[:, None] + d[None, :], mask=mask, other=0.0)
             tl.store(v_cache + at, encode(value, value_scale, v_cache.dtype.element_ty), mask=mask)

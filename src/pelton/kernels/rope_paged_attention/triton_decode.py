@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from pelton.kernels.kv_write.triton_codes import encode
-from pelton.kernels.rope_kv_write.triton_rope_kv_write import rotated
+from pelton.kernels.rope_kv_write.triton_rope_kv_write import rotated, shifted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -39,6 +39,7 @@ def decode(
     k_weight,
     k_scale,
     v_scale,
+    k_shift,
     out,
     counters,
     partial,
@@ -114,7 +115,10 @@ def decode(
         one = kv_head + tl.arange(0, 1)
         place = ((slot // PAGE * KV_HEADS + one) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
         key = rotated(k + b * K_ROW + one * K_HEAD, one >= 0, k_weight, turn, eps, D, HALF, BLOCK_D)
-        key = encode(key.to(element), key_scale, k_cache.dtype.element_ty)
+        key = key.to(element)
+        if k_shift is not None:
+            key = shifted(key, k_shift + one[:, None] * D + d[None, :], in_head[None, :])
+        key = encode(key, key_scale, k_cache.dtype.element_ty)
         value = v + b * V_ROW + (one * V_HEAD)[:, None] + d[None, :]
         value = tl.load(value, mask=in_head[None, :], other=0.0)
         value = encode(value, value_scale, v_cache.dtype.element_ty)

@@ -1,0 +1,67 @@
+"""Which keys of a text attention heeds: their mean is what caches of 8 bits store keys without.
+
+A constant taken from all keys of a head takes one number from all scores of a query, which softmax does not
+see (unless scores are capped before it); what is left has fewer large channels, and fp8 errs by shares.
+How much an error of key j's channel d moves a softmax is p_j (1 - p_j) q_d^2 summed over queries, so that is
+the weight of its value in the mean: a quarter of all weight is the first token's, whose key is unlike others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class AttendedKeys(TorchDispatchMode):
+    """While it is on, watches attention ops that read ``caches``, one a layer, each for one sequence."""
+
+    def __init__(self, caches: list[Any]) -> None:
+        super().__init__()
+        self._layer = {cache.data_ptr(): layer for layer, cache in enumerate(caches)}
+        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.pelton.paged_attention.default:
+            self._see(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _see(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        if softcap > 0:
+            return
+        keys, heads = int(seq_lens[0]), k_cache.shape[1]
+        blocks = block_table[0, : -(-keys // k_cache.shape[2])].long()
+        k_HKD = k_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :keys].float()
+        q_HGQD = scale * q.float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+        scores = q_HGQD @ k_HKD[:, None].mT
+        behind = torch.arange(keys - q.shape[0], keys)[:, None] - torch.arange(keys)
+        seen = (behind >= 0) & (behind < (window or keys))
+        p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        weight_HKD = ((p * (1 - p)).mT @ q_HGQD.square()).sum(1)
+        weighted, weights = (weight_HKD * k_HKD).sum(1).double(), weight_HKD.sum(1).double()
+        layer = self._layer[k_cache.data_ptr()]
+        before = self._sums.get(layer, (0, 0))
+        self._sums[layer] = weighted + before[0], weights + before[1]
+
+    def means(self) -> dict[int, torch.Tensor]:
+        """By layer, (KV heads, head_dim) float32; 0 for a channel that no query looks at. Layers that cap
+        their scores are left out."""
+        return {
+            layer: torch.where(w > 0, s / w.clamp(min=1e-300), 0.0).float()
+            for layer, (s, w) in self._sums.items()
+        }

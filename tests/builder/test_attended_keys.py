@@ -1,0 +1,44 @@
+"""What keys are stored without: the mean of those that attention heeds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pelton.ir.ops  # noqa: F401  registers the ops
+from pelton.builder.attended_keys import AttendedKeys
+from pelton.ir.ops import paged_attention
+
+
+def watched(**options: float) -> tuple[AttendedKeys, tuple[torch.Tensor, ...]]:
+    g = torch.Generator().manual_seed(0)
+    sample = paged_attention.make_sample(g, lens=[(9, 9)], heads=(4, 2), dim=16, block_size=4, **options)
+    seen = AttendedKeys([sample.args[1]])
+    with seen:
+        torch.ops.pelton.paged_attention(*sample.args)
+    return seen, sample.args
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_keys_count_by_what_an_error_of_theirs_would_do(window: int) -> None:
+    """Beside the derivative of each output probability by each key's channel, squared and summed."""
+    seen, (q, k_cache, _, table, _, _, scale, *_) = watched(window=window)
+    keys = k_cache[table[0].long()].transpose(0, 1).flatten(1, 2)[:, :9]
+    for head in range(2):
+        weights = torch.zeros(9, 16)
+        for query in range(9):
+            first = max(0, query - window + 1) if window else 0
+            for of_group in (2 * head, 2 * head + 1):
+                k = keys[head, first : query + 1].clone().requires_grad_()
+                p = (scale * k @ q[query, of_group]).softmax(0)
+                for j in range(len(p)):
+                    (gradient,) = torch.autograd.grad(p[j], k, retain_graph=True)
+                    # Of p_j by k_j: p_j (1 - p_j) scale q; what counts has one factor p_j (1 - p_j), not two.
+                    spread = float((p[j] * (1 - p[j])).detach())
+                    weights[first + j] += gradient[j].square() / spread if spread else 0
+        mean = (weights * keys[head]).sum(0) / weights.sum(0)
+        torch.testing.assert_close(seen.means()[0][head], mean, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_caps_its_scores_has_none() -> None:
+    assert watched(softcap=5.0)[0].means() == {}
