@@ -7,6 +7,8 @@ import torch
 
 import pelton.ir.ops  # noqa: F401  registers the ops
 from pelton.builder.attended_keys import AttendedKeys
+from pelton.builder.kv_calibration import on_a_code
+from pelton.ir import kv_codes
 from pelton.ir.ops import paged_attention
 
 
@@ -42,3 +44,20 @@ def test_keys_count_by_what_an_error_of_theirs_would_do(window: int) -> None:
 
 def test_a_layer_that_caps_its_scores_has_none() -> None:
     assert watched(softcap=5.0)[0].means() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_the_first_key_is_stored_exactly(dtype: torch.dtype) -> None:
+    key, shift = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0))
+    scale = torch.tensor([0.1, 0.05])
+    key[1, 5] = 1e4
+    moved = on_a_code(key, shift, scale, dtype)
+    kept = kv_codes.decode(kv_codes.encode(key[None], dtype, scale, moved), scale)[0] + moved
+    inside = torch.ones(2, 64, dtype=torch.bool)
+    inside[1, 5] = False
+    assert moved[1, 5] == shift[1, 5]
+    torch.testing.assert_close(kept[inside], key[inside], rtol=1e-6, atol=1e-6)
+    steps = scale[:, None] * (1.0 if dtype == torch.int8 else 2.0**-9)
+    if dtype != torch.int8:
+        steps = torch.maximum(steps, (key - shift).abs() / 8)
+    assert ((moved - shift).abs() <= 0.501 * steps)[inside].all()

@@ -25,7 +25,8 @@ from pelton.builder.probe import sample_tokens
 from pelton.builder.text import BUILT_IN, Text, built_in, encode
 from pelton.engine.config import BuildConfig, EngineConfig, MemoryPlan
 from pelton.errors import CheckpointError, ConfigError
-from pelton.ir.kv_codes import scale_of
+from pelton.ir import kv_codes
+from pelton.ir.kv_codes import LARGEST, scale_of
 from pelton.ir.kv_quant import CACHE_DTYPE
 from pelton.models.checkpoint import Checkpoint
 from pelton.models.registry import architecture_of
@@ -96,6 +97,8 @@ class SeenKV:
     v: list[torch.Tensor]
     shift: dict[int, torch.Tensor]
     """By layer, what is taken from the keys (KV heads, head_dim), float32; absent: nothing may be."""
+    first: list[torch.Tensor]
+    """Of each layer, the keys of the texts' first tokens, their mean (KV heads, head_dim), float32."""
 
     def key_sizes(self) -> dict[int, npt.NDArray[np.float32]]:
         """By layer, the largest magnitude of each channel of the shifted keys (KV heads, head_dim)."""
@@ -110,9 +113,11 @@ class SeenKV:
             if factors and factors[layer] is not None:
                 by_channel = torch.from_numpy(factors[layer]).float()
                 k = k / by_channel[:, None]
-            found[layer] = scale_of(k, dtype).tolist(), scale_of(v, dtype, relative=True).tolist()
+            scale = scale_of(k, dtype)
+            found[layer] = scale.tolist(), scale_of(v, dtype, relative=True).tolist()
             if layer in self.shift:
-                shifts[layer] = (self.shift[layer] / by_channel).numpy()
+                first, shift = self.first[layer] / by_channel, self.shift[layer] / by_channel
+                shifts[layer] = on_a_code(first, shift, scale, dtype).numpy()
         return found, shifts
 
     def _shifted(self, layer: int) -> torch.Tensor:
@@ -135,12 +140,15 @@ def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenK
     memory = MemoryPlan(weights=0, arena=0, workspace=0, kv_bytes_per_token=0)
     config = EngineConfig(model=described, build=build, memory=memory)
     reference = exact_model(checkpoint, config)
+    first: list[list[torch.Tensor]] = [[] for _ in reference.k_caches]
     k: list[list[torch.Tensor]] = [[] for _ in reference.k_caches]
     v: list[list[torch.Tensor]] = [[] for _ in reference.v_caches]
     attended = AttendedKeys(reference.k_caches)
     for batch in windows(_text(checkpoint, config), config):
         with attended:
             reference.run(batch)
+        for parts, cache in zip(first, reference.k_caches, strict=True):
+            parts.append(cache[0, :, 0].clone())
         for seen, caches in ((k, reference.k_caches), (v, reference.v_caches)):
             for parts, cache in zip(seen, caches, strict=True):
                 by_head = cache.transpose(0, 1).flatten(1, 2)
@@ -148,7 +156,21 @@ def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenK
                 taken = ~by_head[0, :, 0].isnan()
                 parts.append(by_head[:, taken].clamp(-_MOST, _MOST).half())
     by_layer = ([torch.cat(parts, 1) for parts in seen] for seen in (k, v))
-    return SeenKV(*by_layer, attended.means())
+    return SeenKV(*by_layer, attended.means(), [torch.stack(parts).mean(0) for parts in first])
+
+
+def on_a_code(
+    key: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``shift`` moved by at most half a step, so that a code stands for ``key`` less it: all (Hkv, D).
+
+    For the first token's key, which is much the same in all texts, far from other keys, and has a quarter of
+    the attention: else its rounding is half of what an fp8 cache does to logits.
+    """
+    moved = key - kv_codes.decode(kv_codes.encode(key, dtype, scale, shift), scale)
+    # Beyond the largest code there is none.
+    inside = (key - shift).abs() <= LARGEST[dtype] * scale[:, None]
+    return torch.where(inside, moved, shift)
 
 
 def _text(checkpoint: Checkpoint, config: EngineConfig) -> Text:
