@@ -33,10 +33,12 @@ def measured(model: Any, largest: float) -> dict[int, tuple[list[float], list[fl
     }
 
 
-def shifts(model: Any) -> dict[int, Any]:
+def rounding(model: Any) -> dict[int, Any]:
     g = torch.Generator().manual_seed(0)
     return {
-        layer: (3 * torch.randn(kv.num_kv_heads, kv.head_dim, generator=g)).numpy()
+        layer: tuple(
+            3 * torch.randn(kv.num_kv_heads, n * kv.head_dim, generator=g).abs().numpy() for n in (1, 2)
+        )
         for layer, kv in enumerate(model.layer_kv())
     }
 
@@ -69,7 +71,7 @@ def test_logits_with_scaled_codes_are_near_the_exact_ones(
 def test_fused_ops_take_the_scales_along() -> None:
     model = load_ours(zoo.qwen3())
     graph = trace(model, max_seq_len=64, block_size=4, kv_dtype="int8")
-    context = replace(FLOAT32, kv_scales=measured(model, 127.0), key_shifts=shifts(model))
+    context = replace(FLOAT32, kv_scales=measured(model, 127.0), key_rounding=rounding(model))
     quantise_kv.run(graph, context)
     graph.module.recompile()
     want = run(model, graph, torch.int8)
@@ -81,6 +83,7 @@ def test_fused_ops_take_the_scales_along() -> None:
     (first, *_) = (n for n in graph.calls if op_name(n) == "rope_paged_attention")
     assert graph.input_of(argument(first, "v_scale")).name == "v_scale.0"
     assert graph.input_of(argument(first, "k_shift")).name == "k_shift.0"
+    assert graph.input_of(argument(first, "k_queries")).name == "k_queries.0"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
@@ -90,7 +93,7 @@ def test_keys_less_a_vector_give_the_same_logits(architecture: str) -> None:
     want = torch.cat(run_packed(PagedRunner(model), texts((14, 9))))
     graph = trace(model, max_seq_len=64, block_size=4)
     ones = {i: ([1.0] * kv.num_kv_heads,) * 2 for i, kv in enumerate(model.layer_kv())}
-    context = replace(FLOAT32, kv_scales=ones, key_shifts=shifts(model))
+    context = replace(FLOAT32, kv_scales=ones, key_rounding=rounding(model))
     assert quantise_kv.run(graph, context).changed
     graph.module.recompile()
     assert relative_error(run(model, graph, torch.float32), want) < 1e-5

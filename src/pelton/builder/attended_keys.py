@@ -1,9 +1,13 @@
-"""Which keys of a text attention heeds: their mean is what caches of 8 bits store keys without.
+"""Which keys of a text attention heeds, and by which queries: what caches of 8 bits round keys by.
+
+The mean of the keys is what they are stored without.
 
 A constant taken from all keys of a head takes one number from all scores of a query, which softmax does not
 see (unless scores are capped before it); what is left has fewer large channels, and fp8 errs by shares.
 How much an error of key j's channel d moves a softmax is p_j (1 - p_j) q_d^2 summed over queries, so that is
 the weight of its value in the mean: a quarter of all weight is the first token's, whose key is unlike others.
+
+Queries count by the same weights, for ``kv_codes.look_again``.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ class AttendedKeys(TorchDispatchMode):
     def __init__(self, caches: list[Any]) -> None:
         super().__init__()
         self._layer = {cache.data_ptr(): layer for layer, cache in enumerate(caches)}
-        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sums: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,16 +56,32 @@ class AttendedKeys(TorchDispatchMode):
         behind = torch.arange(keys - q.shape[0], keys)[:, None] - torch.arange(keys)
         seen = (behind >= 0) & (behind < (window or keys))
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        weight_HKD = ((p * (1 - p)).mT @ q_HGQD.square()).sum(1)
-        weighted, weights = (weight_HKD * k_HKD).sum(1).double(), weight_HKD.sum(1).double()
+        heeds = p * (1 - p)
+        weight_HKD = (heeds.mT @ q_HGQD.square()).sum(1)
+        gram_HDD = ((q_HGQD * heeds.sum(-1, keepdim=True)).mT @ q_HGQD).sum(1)
+        found = ((weight_HKD * k_HKD).sum(1), weight_HKD.sum(1), gram_HDD)
         layer = self._layer[k_cache.data_ptr()]
-        before = self._sums.get(layer, (0, 0))
-        self._sums[layer] = weighted + before[0], weights + before[1]
+        before = self._sums.get(layer, (torch.zeros(()),) * 3)
+        self._sums[layer] = tuple(a + b.double() for a, b in zip(before, found, strict=True))
 
     def means(self) -> dict[int, torch.Tensor]:
         """By layer, (KV heads, head_dim) float32; 0 for a channel that no query looks at. Layers that cap
         their scores are left out."""
         return {
             layer: torch.where(w > 0, s / w.clamp(min=1e-300), 0.0).float()
-            for layer, (s, w) in self._sums.items()
+            for layer, (s, w, _) in self._sums.items()
         }
+
+    def grams(self) -> dict[int, torch.Tensor]:
+        """By layer that does not cap its scores, the sum of q q^T, (KV heads, head_dim, head_dim)."""
+        return {layer: gram for layer, (*_, gram) in self._sums.items()}
+
+
+def profile(gram: torch.Tensor) -> torch.Tensor:
+    """(Hkv, D, D), the sum of q q^T -> the ``queries`` of ``kv_codes.encode``: its largest component u, and
+    what is left of the diagonal; in the mean 1 a channel."""
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    size = diagonal.mean(1, keepdim=True).clamp(min=1e-300)
+    values, vectors = torch.linalg.eigh(gram / size[..., None])
+    along = vectors[..., -1] * values[:, -1:].clamp(min=0).sqrt()
+    return torch.cat([along, (diagonal / size - along.square()).clamp(min=0)], 1).float()

@@ -18,7 +18,13 @@ from pelton.builder.facts import (
     expected_tensors,
     unapplied_quantisation,
 )
-from pelton.builder.kv_calibration import Shifts, checkpoint_scales, see, unmeasured_scales, unmeasured_shifts
+from pelton.builder.kv_calibration import (
+    Rounding,
+    checkpoint_scales,
+    see,
+    unmeasured_rounding,
+    unmeasured_scales,
+)
 from pelton.builder.lower import lower
 from pelton.builder.plugins import keeps_apart
 from pelton.builder.profiles import step_limits
@@ -131,14 +137,14 @@ def compile_model(
         return infer_quant(resolve_sources(recipe, checkpoint.source), infos)
 
     kv_scales, seen = checkpoint_scales(checkpoint, model, config.kv_dtype), None
-    key_shifts: Shifts = {}
+    key_rounding: Rounding = {}
     if kv_scales is not None:
         notes.append("scales of KV caches are the checkpoint's")
     elif config.kv_dtype in KV_CODES and may_measure:
         with clock("kv scales"):
             seen = see(checkpoint, model, config)
     elif config.kv_dtype in KV_CODES:
-        kv_scales, key_shifts = unmeasured_scales(model), unmeasured_shifts(model)
+        kv_scales, key_rounding = unmeasured_scales(model), unmeasured_rounding(model)
 
     def stored(quant: str, dimensions: int) -> str:
         return stored_quant(quant, dimensions, dtype, native, exact=exact_types(config))
@@ -154,7 +160,7 @@ def compile_model(
         activations=config.activations,
         input_quants=input_quants,
         kv_scales=kv_scales or {},
-        key_shifts=key_shifts,
+        key_rounding=key_rounding,
         key_sizes=seen.key_sizes() if seen is not None and config.kv_dtype == "int8" else {},
         has_tactic=lambda spec: (
             not keeps_apart(config.plugins, spec.op)
@@ -166,8 +172,8 @@ def compile_model(
     with clock("passes"):
         outcomes = run_model_passes(PASSES, model, context, explain)
     if seen is not None:
-        kv_scales, key_shifts = seen.scales(model, config.kv_dtype)
-        context = replace(context, kv_scales=kv_scales, key_shifts=key_shifts)
+        kv_scales, key_rounding = seen.scales(model, config.kv_dtype)
+        context = replace(context, kv_scales=kv_scales, key_rounding=key_rounding)
         seen = None
     with clock("trace"):
         graph = trace(

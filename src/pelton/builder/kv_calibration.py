@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from pelton import nn
-from pelton.builder.attended_keys import AttendedKeys
+from pelton.builder.attended_keys import AttendedKeys, profile
 from pelton.builder.evaluation import exact_model, windows
 from pelton.builder.facts import model_config
 from pelton.builder.probe import sample_tokens
@@ -33,8 +33,9 @@ from pelton.models.registry import architecture_of
 
 Scales = dict[int, tuple[list[float], list[float]]]
 """By layer, of K and of V of each KV head."""
-Shifts = dict[int, npt.NDArray[np.float32]]
-"""By layer, what is taken from the keys of each KV head before they are stored (KV heads, head_dim)."""
+Rounding = dict[int, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
+"""By layer, what is taken from the keys of each KV head before they are stored (KV heads, head_dim), and
+which queries they meet (KV heads, 2 head_dim): ``k_shift`` and ``k_queries`` of ``kv_write``."""
 
 #: Tokens of text that are read.
 TOKENS = 512
@@ -69,11 +70,14 @@ def unmeasured_scales(model: nn.CausalLM) -> Scales:
     return {layer: (list(values), list(values)) for layer, values in ones.items()}
 
 
-def unmeasured_shifts(model: nn.CausalLM) -> Shifts:
+def unmeasured_rounding(model: nn.CausalLM) -> Rounding:
     """Zeros for each layer, where a dry run reads no values."""
     capped = {i for i, m in enumerate(_attentions(model)) if m.softcap > 0}
     return {
-        i: np.zeros((kv.num_kv_heads, kv.head_dim), np.float32)
+        i: (
+            np.zeros((kv.num_kv_heads, kv.head_dim), np.float32),
+            np.zeros((kv.num_kv_heads, 2 * kv.head_dim), np.float32),
+        )
         for i, kv in enumerate(model.layer_kv())
         if i not in capped
     }
@@ -97,6 +101,8 @@ class SeenKV:
     v: list[torch.Tensor]
     shift: dict[int, torch.Tensor]
     """By layer, what is taken from the keys (KV heads, head_dim), float32; absent: nothing may be."""
+    grams: dict[int, torch.Tensor]
+    """By layer that has a shift, of its queries (``AttendedKeys.grams``)."""
     first: list[torch.Tensor]
     """Of each layer, the keys of the texts' first tokens, their mean (KV heads, head_dim), float32."""
 
@@ -104,12 +110,13 @@ class SeenKV:
         """By layer, the largest magnitude of each channel of the shifted keys (KV heads, head_dim)."""
         return {layer: self._shifted(layer).abs().amax(dim=1).numpy() for layer in range(len(self.k))}
 
-    def scales(self, model: nn.CausalLM, kv_dtype: str) -> tuple[Scales, Shifts]:
+    def scales(self, model: nn.CausalLM, kv_dtype: str) -> tuple[Scales, Rounding]:
         """Of caches of ``kv_dtype``, for keys as ``model`` makes them after ``smooth_keys``."""
         factors = [m.key_factors for m in _attentions(model)]
-        dtype, found, shifts = getattr(torch, kv_dtype), {}, {}
+        dtype, found, rounding = getattr(torch, kv_dtype), {}, {}
         for layer, v in enumerate(self.v):
-            k, by_channel = self._shifted(layer), torch.ones(())
+            k = self._shifted(layer)
+            by_channel = torch.ones(k.shape[0], k.shape[2])
             if factors and factors[layer] is not None:
                 by_channel = torch.from_numpy(factors[layer]).float()
                 k = k / by_channel[:, None]
@@ -117,8 +124,9 @@ class SeenKV:
             found[layer] = scale.tolist(), scale_of(v, dtype, relative=True).tolist()
             if layer in self.shift:
                 first, shift = self.first[layer] / by_channel, self.shift[layer] / by_channel
-                shifts[layer] = on_a_code(first, shift, scale, dtype).numpy()
-        return found, shifts
+                gram = self.grams[layer] * by_channel[:, :, None] * by_channel[:, None]
+                rounding[layer] = on_a_code(first, shift, scale, dtype).numpy(), profile(gram).numpy()
+        return found, rounding
 
     def _shifted(self, layer: int) -> torch.Tensor:
         k, shift = self.k[layer].float(), self.shift.get(layer)
@@ -156,7 +164,8 @@ def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenK
                 taken = ~by_head[0, :, 0].isnan()
                 parts.append(by_head[:, taken].clamp(-_MOST, _MOST).half())
     by_layer = ([torch.cat(parts, 1) for parts in seen] for seen in (k, v))
-    return SeenKV(*by_layer, attended.means(), [torch.stack(parts).mean(0) for parts in first])
+    heard = attended.means(), attended.grams()
+    return SeenKV(*by_layer, *heard, [torch.stack(parts).mean(0) for parts in first])
 
 
 def on_a_code(

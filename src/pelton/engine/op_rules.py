@@ -55,7 +55,7 @@ _TABLE: dict[str, tuple[str, tuple[Callable[[Bound], bool], ...]]] = {
     "gated_activation": ("gate:* up:* -> * | kind", ()),
     "kv_write": (
         "k:t,S,D v:t,S,D k_cache:P,S,B,D v_cache:P,S,B,D #slot_mapping:t k_scale?:S v_scale?:S"
-        " k_shift?:S,D ->",
+        " k_shift?:S,D k_queries?:S,2D ->",
         (),
     ),
     "layer_norm": ("x:...,K weight?:K bias?:K -> ...,K | eps", ()),
@@ -81,7 +81,7 @@ _TABLE: dict[str, tuple[str, tuple[Callable[[Bound], bool], ...]]] = {
     "rope_interleaved": ("x:T,H,D cos_sin:T,R -> T,H,D", (_rotary,)),
     "rope_kv_write": (
         "q:t,H,D k:t,S,D v:t,S,D cos_sin:t,R k_cache:P,S,B,D v_cache:P,S,B,D #slot_mapping:t"
-        " q_weight?:D k_weight?:D k_scale?:S v_scale?:S k_shift?:S,D -> t,H,D | eps",
+        " q_weight?:D k_weight?:D k_scale?:S v_scale?:S k_shift?:S,D k_queries?:S,2D -> t,H,D | eps",
         (_rotary,),
     ),
     "scale": (_PLAIN + " | factor", ()),

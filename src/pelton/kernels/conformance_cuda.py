@@ -195,7 +195,7 @@ def _cast(op: Op, sample: Sample, dtype_name: str, name: str) -> Sample:
     they are.
     """
     dtype = getattr(torch, dtype_name)
-    keep = {"cos_sin", "inv_freq", "k_scale", "v_scale", "k_shift", "bias", "norm_weight"}
+    keep = {"cos_sin", "inv_freq", "k_scale", "v_scale", "k_shift", "k_queries", "bias", "norm_weight"}
     args = []
     for parameter, value in zip(op.torch_op._schema.arguments, sample.args, strict=False):
         convert = isinstance(value, torch.Tensor) and value.is_floating_point() and parameter.name not in keep

@@ -50,8 +50,11 @@ class PassContext:
     target has its own way."""
     kv_scales: Dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     """By layer, the scales of K and V for each KV head, of caches of 8 bits (ones until measured)."""
-    key_shifts: Dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """By layer, what caches of 8 bits store the keys without (KV heads, head_dim); absent: nothing."""
+    key_rounding: Dict[int, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = field(
+        default_factory=dict
+    )
+    """By layer, what caches of 8 bits store the keys without (KV heads, head_dim), and which queries they
+    meet (KV heads, 2 head_dim); absent: each key is rounded as it is."""
     key_sizes: Dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     """By layer, the largest magnitude of each channel of the shifted keys on text (KV heads, head_dim), where
     caches are int8 and their scales measured."""

@@ -1,7 +1,8 @@
 """quantise_kv: a KV cache of 8 bits gets scales, which writes divide by and attention multiplies with.
 
-Writes also take from the keys what ``PassContext.key_shifts`` has of their layer, the same vector from all
-keys of a head. Every score of a query loses the same number by that, so softmax gives what it gave.
+Writes also take from the keys a vector that ``PassContext.key_rounding`` has of their layer, the same from
+all keys of a head. Every score of a query loses the same number by that, so softmax gives what it gave. And
+they round one channel of a key to its other neighbour where the queries of the head lose less by that.
 
 K and V apart, one scale a KV head (``PassContext.kv_scales``); without them codes are the values themselves.
 """
@@ -30,11 +31,12 @@ def run(graph: Graph, context: PassContext) -> PassReport:
         if values is None:
             continue
         capped = op_name(node) == "paged_attention" and argument(node, "softcap") > 0
-        assert not (capped and layer in context.key_shifts), "capped scores do not all lose the same"
+        assert not (capped and layer in context.key_rounding), "capped scores do not all lose the same"
         if layer not in constants:
             given = {f"{kind}_scale": torch.tensor(value) for kind, value in zip("kv", values, strict=True)}
-            if layer in context.key_shifts:
-                given["k_shift"] = torch.from_numpy(context.key_shifts[layer])
+            if layer in context.key_rounding:
+                shift, queries = map(torch.from_numpy, context.key_rounding[layer])
+                given |= {"k_shift": shift, "k_queries": queries}
             constants[layer] = tuple(graph.insert_constant(f"{n}.{layer}", t) for n, t in given.items())
         _give(node, constants[layer])
         changed += 1
@@ -61,6 +63,6 @@ PASS = Pass(
     name=NAME,
     kind="graph",
     run=run,
-    rewrite="kv_write(k, v), paged_attention(q) -> the same with k_scale and v_scale, writes with k_shift",
+    rewrite="kv_write(k, v), paged_attention(q) -> with k_scale, v_scale; writes with k_shift, k_queries",
     bound="nothing: the cache's type is the user's choice",
 )

@@ -19,17 +19,19 @@ def reference(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     k_shift: torch.Tensor | None = None,
+    k_queries: torch.Tensor | None = None,
 ) -> None:
     """``k``, ``v``: (T, Hkv, D), any row stride; caches: (blocks, Hkv, block_size, D).
 
     ``slot_mapping``: (T,) int32, slot = block * block_size + offset; -1 writes nothing. ``k_scale``,
     ``v_scale``: (Hkv,) float32, of caches of 8 bits (``kv_codes``); None: ones. ``k_shift``: (Hkv, D)
     float32, taken from the keys before. Attention needs no word of it: a query's scores all lose the same.
+    ``k_queries``: (Hkv, 2 D) float32, which queries the keys meet (``kv_codes.look_again``).
     """
     keep = slot_mapping >= 0
     slots = slot_mapping[keep].long()
     block, offset = slots // k_cache.shape[2], slots % k_cache.shape[2]
-    k_cache[block, :, offset] = kv_codes.encode(k[keep], k_cache.dtype, k_scale, k_shift)
+    k_cache[block, :, offset] = kv_codes.encode(k[keep], k_cache.dtype, k_scale, k_shift, k_queries)
     v_cache[block, :, offset] = kv_codes.encode(v[keep], v_cache.dtype, v_scale)
 
 
@@ -42,6 +44,7 @@ def shape_rule(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     k_shift: torch.Tensor | None = None,
+    k_queries: torch.Tensor | None = None,
 ) -> None:
     return None
 
@@ -62,6 +65,9 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         yield Sample(args=(k, v, caches[0], caches[1], slots), name=str(dtype))
         shift = torch.randn(3, 40, generator=g)
         yield Sample(args=(k, v, caches[0], caches[1], slots, *scales, shift), name=f"{dtype} shifted")
+        queries = torch.randn(3, 80, generator=g).abs()
+        args = (k, v, caches[0], caches[1], slots, *scales, shift, queries)
+        yield Sample(args=args, name=f"{dtype} shifted, looked at again")
 
 
 OP = register(
@@ -69,7 +75,7 @@ OP = register(
         name="kv_write",
         schema=(
             "kv_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-            "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? k_shift=None) -> ()"
+            "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? k_shift=None, Tensor? k_queries=None) -> ()"
         ),
         reference=reference,
         shape_rule=shape_rule,

@@ -28,6 +28,7 @@ def reference(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     k_shift: torch.Tensor | None = None,
+    k_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); ``k``, ``v``: (T, Hkv, D); the rest as in rope, kv_write and rms_norm."""
     if q_weight is not None:
@@ -35,7 +36,7 @@ def reference(
     if k_weight is not None:
         k = rms_norm.reference(k, k_weight, eps)
     k = rope.reference(k, cos_sin)
-    kv_write.reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_shift)
+    kv_write.reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_shift, k_queries)
     return rope.reference(q, cos_sin)
 
 
@@ -53,6 +54,7 @@ def shape_rule(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     k_shift: torch.Tensor | None = None,
+    k_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
 
@@ -79,6 +81,8 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         yield Sample(args=args, name=f"{dtype} scaled")
         shift = torch.randn(2, 64, generator=g)
         yield Sample(args=(*args, shift), name=f"{dtype} shifted")
+        queries = torch.randn(2, 128, generator=g).abs()
+        yield Sample(args=(*args, shift, queries), name=f"{dtype} shifted, looked at again")
 
 
 OP = register(
@@ -88,7 +92,7 @@ OP = register(
             "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos_sin, Tensor(a!) k_cache, "
             "Tensor(b!) v_cache, Tensor slot_mapping, Tensor? q_weight=None, "
             "Tensor? k_weight=None, float eps=0.0, Tensor? k_scale=None, Tensor? v_scale=None, "
-            "Tensor? k_shift=None) -> Tensor"
+            "Tensor? k_shift=None, Tensor? k_queries=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

@@ -35,6 +35,7 @@ def reference(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     k_shift: torch.Tensor | None = None,
+    k_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); ``k``, ``v``: (T, Hkv, D); the rest as in rope_kv_write and paged_attention
     -> (T, Hq, D).
@@ -42,8 +43,9 @@ def reference(
     A token's slot is that of its position in ``block_table``, or -1 where its K and V are in the cache
     already or its sequence has no keys.
     """
+    of_codes = k_scale, v_scale, k_shift, k_queries
     rotated = rope_kv_write.reference(
-        q, k, v, cos_sin, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps, k_scale, v_scale, k_shift
+        q, k, v, cos_sin, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps, *of_codes
     )
     return paged_attention.reference(
         rotated,
@@ -80,6 +82,7 @@ def shape_rule(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     k_shift: torch.Tensor | None = None,
+    k_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
 
@@ -126,7 +129,8 @@ def make_sample(
     qkv_views = qkv[:, :n_q], qkv[:, n_q : n_q + n_kv], qkv[:, n_q + n_kv :]
     step = torch.tensor(slots, dtype=torch.int32), table, cu_seqlens, seq_lens
     numbers = 1e-6, scale, window, softcap
-    scales += [torch.randn(n_kv, dim, generator=g)] if shifted else []
+    if shifted:
+        scales += [torch.randn(n_kv, dim, generator=g), torch.randn(n_kv, 2 * dim, generator=g).abs()]
     return Sample(
         args=(*qkv_views, cos_sin, k_cache, v_cache, *step, *weights, *numbers, *scales),
         name=f"{attention.name} rotary={rotary} normed={normed} cached={cached} shifted={shifted}",
@@ -157,7 +161,7 @@ OP = register(
             "Tensor(b!) v_cache, Tensor slot_mapping, Tensor block_table, Tensor cu_seqlens, "
             "Tensor seq_lens, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window=0, "
             "float softcap=0.0, Tensor? k_scale=None, Tensor? v_scale=None, "
-            "Tensor? k_shift=None) -> Tensor"
+            "Tensor? k_shift=None, Tensor? k_queries=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

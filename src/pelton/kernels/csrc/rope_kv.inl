@@ -75,12 +75,45 @@ inline void fetch_slot(const pelton_tensor* cache, int64_t slot) {
   }
 }
 
-// x over the head's scale as codes of 8 bits.
-inline void store_codes(const pelton_tensor* cache, int64_t at, int64_t head, const pelton_tensor* scales, const float* x) {
+// Rounds one of the codes to its other neighbour where that brings scores nearer (ir/kv_codes.py, look_again).
+inline void look_again(float* x, int64_t dim, bool f8, const float* along, uint8_t* codes) {
+  const float largest = f8 ? 448.0f : 127.0f;
+  float code[PELTON_MAX_HEAD_DIM], score = 0;
+  for (int64_t i = 0; i < dim; i++) {
+    code[i] = f8 ? pelton_f8_to_f32(codes[i]) : (float)(int8_t)codes[i];
+    x[i] = code[i] - (x[i] > largest ? largest : x[i] < -largest ? -largest : x[i]);  // the error
+    score += x[i] * along[i];
+  }
+  float best = 0, other = 0;
+  int64_t at = -1;
+  for (int64_t i = 0; i < dim; i++) {
+    float step = 1;
+    if (f8) {
+      const float a = fabsf(code[i]) > 0x1p-6f ? fabsf(code[i]) : 0x1p-6f;
+      uint32_t bits;
+      memcpy(&bits, &a, 4);
+      bits = (bits & 0x7f800000u) - 0x1800000u;
+      memcpy(&step, &bits, 4);
+    }
+    const float e = x[i], move = e > 0 ? -step : e < 0 ? step : 0, u = move * along[i];
+    const float change = u * (2 * score + u) + move * (2 * e + move) * along[dim + i];
+    if (change < best && fabsf(code[i] + move) <= largest) {
+      best = change;
+      at = i;
+      other = code[i] + move;
+    }
+  }
+  if (at >= 0) codes[at] = f8 ? pelton_f32_to_f8(other) : (uint8_t)(int8_t)other;
+}
+
+// x over the head's scale as codes of 8 bits; `queries`: none, or (heads, 2 D).
+inline void store_codes(const pelton_tensor* cache, int64_t at, int64_t head, const pelton_tensor* scales, const float* x,
+                        const pelton_tensor* queries) {
   const float scale = scales ? ((const float*)scales->data)[head] : 1.0f;
+  float units[PELTON_MAX_HEAD_DIM];
   uint8_t* to = (uint8_t*)cache->data + at;
   for (int64_t i = 0; i < cache->shape[3]; i++) {
-    const float v = x[i] / scale;
+    const float v = units[i] = x[i] / scale;
     if (cache->dtype == PELTON_F8) {
       to[i] = pelton_f32_to_f8(v);
     } else {
@@ -88,11 +121,14 @@ inline void store_codes(const pelton_tensor* cache, int64_t at, int64_t head, co
       to[i] = (uint8_t)(int8_t)lrintf(in_range);
     }
   }
+  const int64_t dim = cache->shape[3];
+  if (queries) look_again(units, dim, cache->dtype == PELTON_F8, (const float*)queries->data + head * 2 * dim, to);
 }
 
 // Stores one head's vector, less `shifts` (heads, D), in the cache (blocks, heads, block_size, D) at `slot`.
 inline void store_slot(const pelton_tensor* cache, int64_t slot, int64_t head, const pelton_tensor* scales,
-                       const float* x, const pelton_tensor* shifts = nullptr) {
+                       const float* x, const pelton_tensor* shifts = nullptr,
+                       const pelton_tensor* queries = nullptr) {
   const int64_t dim = cache->shape[3], at = slot_offset(cache, slot, head);
   float shifted[PELTON_MAX_HEAD_DIM];
   if (shifts) {
@@ -104,7 +140,7 @@ inline void store_slot(const pelton_tensor* cache, int64_t slot, int64_t head, c
     memcpy((float*)cache->data + at, x, dim * sizeof(float));
     return;
   }
-  if (pelton_item_size(cache->dtype) == 1) return store_codes(cache, at, head, scales, x);
+  if (pelton_item_size(cache->dtype) == 1) return store_codes(cache, at, head, scales, x, queries);
   uint16_t* to = (uint16_t*)cache->data + at;
   int64_t i = 0;
 #if defined(__AVX2__)
@@ -116,8 +152,8 @@ inline void store_slot(const pelton_tensor* cache, int64_t slot, int64_t head, c
     to[i] = cache->dtype == PELTON_BF16 ? pelton_f32_to_bf16(x[i]) : pelton_f32_to_f16(x[i]);
 }
 
-// in: k, v (T, Hkv, D), k_cache, v_cache, slot_mapping (T) int32, [k_scale, v_scale (Hkv), k_shift (Hkv, D)]; a slot
-// of -1 writes nothing.
+// in: k, v (T, Hkv, D), k_cache, v_cache, slot_mapping (T) int32, [k_scale, v_scale (Hkv), k_shift (Hkv, D),
+// k_queries (Hkv, 2 D)]; a slot of -1 writes nothing.
 void kv_write(const pelton_call* c, pelton_team* team, int thread) {
   const pelton_tensor *k = c->in[0], *v = c->in[1], *k_cache = c->in[2], *v_cache = c->in[3];
   for (PELTON_EACH_CHUNK(team, k->shape[0], kTokensPerClaim, lo, hi)) {
@@ -125,7 +161,8 @@ void kv_write(const pelton_call* c, pelton_team* team, int thread) {
       const int64_t slot = *pelton_row_i32(c->in[4], t);
       if (slot < 0) continue;
       for (int64_t h = 0; h < k->shape[1]; h++) {
-        store_slot(k_cache, slot, h, pelton_in(c, 5), pelton_row_f32(k, t) + h * k->stride[1], pelton_in(c, 7));
+        store_slot(k_cache, slot, h, pelton_in(c, 5), pelton_row_f32(k, t) + h * k->stride[1], pelton_in(c, 7),
+                   pelton_in(c, 8));
         store_slot(v_cache, slot, h, pelton_in(c, 6), pelton_row_f32(v, t) + h * v->stride[1]);
       }
     }
@@ -133,7 +170,8 @@ void kv_write(const pelton_call* c, pelton_team* team, int thread) {
 }
 
 // in: q (T, Hq, D), k, v (T, Hkv, D), cos_sin (T, R), k_cache, v_cache, slot_mapping,
-// [q_weight (D), k_weight (D), k_scale, v_scale (Hkv), k_shift (Hkv, D)]. out: rotated q. attrs: eps.
+// [q_weight (D), k_weight (D), k_scale, v_scale (Hkv), k_shift (Hkv, D), k_queries (Hkv, 2 D)].
+// out: rotated q. attrs: eps.
 void rope_kv_write(const pelton_call* c, pelton_team* team, int thread) {
   const pelton_tensor *q = c->in[0], *k = c->in[1], *v = c->in[2], *cos_sin = c->in[3];
   const pelton_tensor *k_cache = c->in[4], *v_cache = c->in[5], *y = c->out[0];
@@ -167,7 +205,7 @@ void rope_kv_write(const pelton_call* c, pelton_team* team, int thread) {
           x = rotated;
         }
         rotate(x, rotation, rotated, rotary, dim);
-        store_slot(k_cache, slot, h, k_scale, rotated, pelton_in(c, 11));
+        store_slot(k_cache, slot, h, k_scale, rotated, pelton_in(c, 11), pelton_in(c, 12));
         store_slot(v_cache, slot, h, v_scale, pelton_row_f32(v, t) + h * v->stride[1]);
       }
     }

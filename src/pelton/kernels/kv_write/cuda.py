@@ -15,6 +15,7 @@ def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
     for index, name in enumerate(("k", "v", "k_cache", "v_cache", "slots")):
         b.input(name, index)
     b.input("k_scale", 5).input("v_scale", 6).input("k_shift", 7)
+    b.input("k_queries", 8)
     b.constants(HEADS=heads, D=dim, PAGE=int(cache.shape[2]), BLOCK=power_of_two(dim))
     b.constants(K_ROW=k.strides[0], V_ROW=v.strides[0], K_HEAD=k.strides[1], V_HEAD=v.strides[1])
     return (b.launch((rows(k),), (Term(times=heads),), num_warps=1),)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pelton.kernels.kv_write.triton_codes import encode
+from pelton.kernels.kv_write.triton_codes import encode, encode_key
 
 
 @triton.jit
@@ -16,6 +16,7 @@ def kv_write(
     k_scale,
     v_scale,
     k_shift,
+    k_queries,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -39,5 +40,13 @@ def kv_write(
         key = key.to(tl.float32) - tl.load(k_shift + head * D + d, mask=mask)
     key_scale = None if k_scale is None else tl.load(k_scale + head)
     value_scale = None if v_scale is None else tl.load(v_scale + head)
-    tl.store(k_cache + at, encode(key, key_scale, k_cache.dtype.element_ty), mask=mask)
+    if k_queries is None:
+        code = encode(key, key_scale, k_cache.dtype.element_ty)
+    else:
+        query = k_queries + head * (2 * D) + d
+        along = tl.load(query, mask=mask, other=0.0)[None, :]
+        apart = tl.load(query + D, mask=mask, other=0.0)[None, :]
+        key = tl.where(mask, key.to(tl.float32), 0.0)[None, :]
+        code = tl.reshape(encode_key(key, key_scale, along, apart, k_cache.dtype.element_ty), (BLOCK,))
+    tl.store(k_cache + at, code, mask=mask)
     tl.store(v_cache + at, encode(value, value_scale, v_cache.dtype.element_ty), mask=mask)

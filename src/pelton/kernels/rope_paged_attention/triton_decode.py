@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from pelton.kernels.kv_write.triton_codes import encode
-from pelton.kernels.rope_kv_write.triton_rope_kv_write import rotated, shifted
+from pelton.kernels.rope_kv_write.triton_rope_kv_write import key_codes, rotated, shifted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -40,6 +40,7 @@ def decode(
     k_scale,
     v_scale,
     k_shift,
+    k_queries,
     out,
     counters,
     partial,
@@ -118,7 +119,8 @@ def decode(
         key = key.to(element)
         if k_shift is not None:
             key = shifted(key, k_shift + one[:, None] * D + d[None, :], in_head[None, :])
-        key = encode(key, key_scale, k_cache.dtype.element_ty)
+        kept: tl.constexpr = k_cache.dtype.element_ty
+        key = key_codes(key, key_scale, k_queries, one, in_head[None, :], D, BLOCK_D, kept)
         value = v + b * V_ROW + (one * V_HEAD)[:, None] + d[None, :]
         value = tl.load(value, mask=in_head[None, :], other=0.0)
         value = encode(value, value_scale, v_cache.dtype.element_ty)
