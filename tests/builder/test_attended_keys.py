@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pelton.ir.ops  # noqa: F401  registers the ops
-from pelton.builder.attended_keys import AttendedKeys
+from pelton.builder.attended_keys import AttendedKeys, profile
 from pelton.builder.kv_calibration import on_a_code
 from pelton.ir import kv_codes
 from pelton.ir.ops import paged_attention
@@ -40,6 +40,30 @@ def test_keys_count_by_what_an_error_of_theirs_would_do(window: int) -> None:
                     weights[first + j] += gradient[j].square() / spread if spread else 0
         mean = (weights * keys[head]).sum(0) / weights.sum(0)
         torch.testing.assert_close(seen.means()[0][head], mean, rtol=1e-4, atol=1e-5)
+
+
+def test_the_profile_of_queries_is_a_direction_and_a_rest() -> None:
+    g = torch.Generator().manual_seed(0)
+    direction, rest = torch.randn(2, 16, generator=g), torch.rand(2, 16, generator=g)
+    q = direction + 0.1 * rest.sqrt() * torch.randn(20000, 2, 16, generator=g)
+    along, apart = profile(torch.einsum("thd,the->hde", q, q).double()).chunk(2, 1)
+    cosine = (along * direction).sum(1).abs() / along.norm(dim=1) / direction.norm(dim=1)
+    assert cosine.min() > 0.999
+    torch.testing.assert_close((along.square() + apart).mean(1), torch.ones(2))
+    assert 0 <= apart.min() <= apart.max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_scores_of_queries_that_lie_alike_err_less(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 64, generator=g) + 0.3 * torch.randn(500, 2, 64, generator=g)
+    keys, scale = torch.randn(300, 2, 64, generator=g), torch.tensor([0.05, 0.04])
+    queries = profile(torch.einsum("thd,the->hde", q, q).double())
+    errors = []
+    for given in (None, queries):
+        kept = kv_codes.decode(kv_codes.encode(keys, dtype, scale, None, given), scale)
+        errors.append(torch.einsum("qhd,khd->hqk", q, kept - keys).square().mean())
+    assert errors[1] < 0.6 * errors[0]
 
 
 def test_a_layer_that_caps_its_scores_has_none() -> None:

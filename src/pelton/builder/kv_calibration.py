@@ -163,9 +163,13 @@ def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenK
                 # Slots that no token has taken are NaN.
                 taken = ~by_head[0, :, 0].isnan()
                 parts.append(by_head[:, taken].clamp(-_MOST, _MOST).half())
-    by_layer = ([torch.cat(parts, 1) for parts in seen] for seen in (k, v))
-    heard = attended.means(), attended.grams()
-    return SeenKV(*by_layer, *heard, [torch.stack(parts).mean(0) for parts in first])
+    return SeenKV(
+        k=[torch.cat(parts, 1) for parts in k],
+        v=[torch.cat(parts, 1) for parts in v],
+        shift=attended.means(),
+        grams=attended.grams(),
+        first=[torch.stack(parts).mean(0) for parts in first],
+    )
 
 
 def on_a_code(
