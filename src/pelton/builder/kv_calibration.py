@@ -37,7 +37,8 @@ Rounding = dict[int, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 """By layer, what is taken from the keys of each KV head before they are stored (KV heads, head_dim), and
 which queries they meet (KV heads, 2 head_dim): ``k_shift`` and ``k_queries`` of ``kv_write``."""
 
-#: Tokens of text that are read.
+#: Tokens of text that are read, as one sequence: of two shorter ones attention heeds less what it heeds
+#: in longer ones.
 TOKENS = 512
 #: Values are kept as float16 meanwhile.
 _MOST = 65504.0
@@ -143,16 +144,18 @@ class SeenKV:
 
 
 def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenKV:
-    """The keys and values that the exact model makes of some text; streams it once a window."""
+    """The keys and values that the exact model makes of some text; streams it once."""
+    # The exact model takes steps of any size.
+    build = msgspec.structs.replace(build, max_num_tokens=TOKENS, profiles=None)
     described = model_config(checkpoint, model, architecture_of(checkpoint.config), None)
     memory = MemoryPlan(weights=0, arena=0, workspace=0, kv_bytes_per_token=0)
     config = EngineConfig(model=described, build=build, memory=memory)
-    reference = exact_model(checkpoint, config)
+    reference = exact_model(checkpoint, config, TOKENS)
     first: list[list[torch.Tensor]] = [[] for _ in reference.k_caches]
     k: list[list[torch.Tensor]] = [[] for _ in reference.k_caches]
     v: list[list[torch.Tensor]] = [[] for _ in reference.v_caches]
     attended = AttendedKeys(reference.k_caches)
-    for batch in windows(_text(checkpoint, config), config):
+    for batch in windows(_text(checkpoint, config), config, TOKENS):
         with attended:
             reference.run(batch)
         for parts, cache in zip(first, reference.k_caches, strict=True):
@@ -191,8 +194,9 @@ def _text(checkpoint: Checkpoint, config: EngineConfig) -> Text:
         tokenizer = Path(name)
         checkpoint.write_tokenizer(tokenizer)
         try:
-            text = built_in(0)[: 16 * TOKENS]
-            return encode(text, tokenizer, config.model.vocab_size, name=BUILT_IN).head(TOKENS)
+            content = built_in(0)[: 16 * TOKENS]
+            text = encode(content, tokenizer, config.model.vocab_size, name=BUILT_IN)
+            return text.head(TOKENS - text.first.size)
         except ConfigError:  # no usable tokenizer
             rng = np.random.default_rng(0)
             ids = sample_tokens(tokenizer, config.model.vocab_size, TOKENS, rng)
