@@ -11,7 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests.kernels.interpreter import skip_where_the_interpreter_fails
+
+from pelton.ir.op import get_op
+from pelton.kernels import conformance_cuda
 
 pytest.importorskip("triton")
 
@@ -166,3 +170,16 @@ def test_sequences_that_pad_a_decode_step_attend_to_nothing(tmp_path: Path) -> N
 
 def test_kernels_are_compiled_without_a_gpu(tmp_path: Path) -> None:
     assert run(COMPILE, tmp_path, TRITON_INTERPRET="0").count("rms_norm") == 2
+
+
+def test_kernels_that_round_keys_as_they_are_refuse_shifts() -> None:
+    for op in ("kv_write", "rope_kv_write", "rope_paged_attention"):
+        found = [
+            case.sample
+            for dtype in ("float32", "bfloat16")
+            for case in conformance_cuda.cases(get_op(op), (dtype,))
+            if any(getattr(a, "dtype", None) == torch.float8_e4m3fn for a in case.sample.args)
+        ]
+        assert found
+        first = [p.name for p in get_op(op).torch_op._schema.arguments].index("k_shift")
+        assert all(a is None for sample in found for a in sample.args[first:])

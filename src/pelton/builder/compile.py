@@ -142,9 +142,10 @@ def compile_model(
         notes.append("scales of KV caches are the checkpoint's")
     elif config.kv_dtype in KV_CODES and may_measure:
         with clock("kv scales"):
-            seen = see(checkpoint, model, config)
+            seen = see(checkpoint, model, config, rounding=not on_gpu)
     elif config.kv_dtype in KV_CODES:
-        kv_scales, key_rounding = unmeasured_scales(model), unmeasured_rounding(model)
+        kv_scales = unmeasured_scales(model)
+        key_rounding = {} if on_gpu else unmeasured_rounding(model)
 
     def stored(quant: str, dimensions: int) -> str:
         return stored_quant(quant, dimensions, dtype, native, exact=exact_types(config))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,8 +144,11 @@ class SeenKV:
         return found
 
 
-def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenKV:
-    """The keys and values that the exact model makes of some text; streams it once."""
+def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig, *, rounding: bool = True) -> SeenKV:
+    """The keys and values that the exact model makes of some text; streams it once.
+
+    ``rounding=False``: for a target whose kernels round keys as they are.
+    """
     # The exact model takes steps of any size.
     build = msgspec.structs.replace(build, max_num_tokens=TOKENS, profiles=None)
     described = model_config(checkpoint, model, architecture_of(checkpoint.config), None)
@@ -156,7 +160,7 @@ def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig) -> SeenK
     v: list[list[torch.Tensor]] = [[] for _ in reference.v_caches]
     attended = AttendedKeys(reference.k_caches)
     for batch in windows(_text(checkpoint, config), config, TOKENS):
-        with attended:
+        with attended if rounding else nullcontext():
             reference.run(batch)
         for parts, cache in zip(first, reference.k_caches, strict=True):
             parts.append(cache[0, :, 0].clone())

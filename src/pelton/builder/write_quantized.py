@@ -84,7 +84,7 @@ def _kv_scales(view: QuantizedCheckpoint, config: QuantConfig) -> dict[str, floa
     attentions = [name for name, module in model.named_modules() if isinstance(module, nn.Attention)]
     if not all(name.endswith(".self_attn") for name in attentions):
         raise ConfigError(f"checkpoints of {type(model).__name__} have no scales of KV caches; leave kv out")
-    scales = see(view, model, eager_config(view).build).of_layers(CACHE_DTYPE[config.kv])
+    scales = see(view, model, eager_config(view).build, rounding=False).of_layers(CACHE_DTYPE[config.kv])
     return {
         f"{name}.{kind}_scale": scale
         for name, of_layer in zip(attentions, scales, strict=True)

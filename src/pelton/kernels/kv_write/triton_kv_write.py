@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pelton.kernels.kv_write.triton_codes import encode, encode_key
+from pelton.kernels.kv_write.triton_codes import encode
 
 
 @triton.jit
@@ -15,8 +15,6 @@ def kv_write(
     slots,
     k_scale,
     v_scale,
-    k_shift,
-    k_queries,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -36,17 +34,7 @@ def kv_write(
     at = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * D + d
     key = tl.load(k + row * K_ROW + head * K_HEAD + d, mask=mask)
     value = tl.load(v + row * V_ROW + head * V_HEAD + d, mask=mask)
-    if k_shift is not None:
-        key = key.to(tl.float32) - tl.load(k_shift + head * D + d, mask=mask)
     key_scale = None if k_scale is None else tl.load(k_scale + head)
     value_scale = None if v_scale is None else tl.load(v_scale + head)
-    if k_queries is None:
-        code = encode(key, key_scale, k_cache.dtype.element_ty)
-    else:
-        query = k_queries + head * (2 * D) + d
-        along = tl.load(query, mask=mask, other=0.0)[None, :]
-        apart = tl.load(query + D, mask=mask, other=0.0)[None, :]
-        key = tl.where(mask, key.to(tl.float32), 0.0)[None, :]
-        code = tl.reshape(encode_key(key, key_scale, along, apart, k_cache.dtype.element_ty), (BLOCK,))
-    tl.store(k_cache + at, code, mask=mask)
+    tl.store(k_cache + at, encode(key, key_scale, k_cache.dtype.element_ty), mask=mask)
     tl.store(v_cache + at, encode(value, value_scale, v_cache.dtype.element_ty), mask=mask)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pelton.kernels.kv_write.triton_codes import encode, encode_key
+from pelton.kernels.kv_write.triton_codes import encode
 
 
 @triton.jit
@@ -32,24 +32,6 @@ def rotated(x, mask_h, weight, cos_sin, eps, D: tl.constexpr, HALF: tl.constexpr
 
 
 @triton.jit
-def shifted(key, shift, mask):
-    """Keys less what lies at the addresses ``shift``."""
-    return key.to(tl.float32) - tl.load(shift, mask=mask, other=0.0)
-
-
-@triton.jit
-def key_codes(key, scale, queries, head, mask, D: tl.constexpr, BLOCK: tl.constexpr, kind: tl.constexpr):
-    """Keys of the heads ``head``, one a row, for a cache of type ``kind``; ``queries``: None, or where."""
-    if queries is None:
-        return encode(key, scale, kind)
-    else:
-        query = queries + head[:, None] * (2 * D) + tl.arange(0, BLOCK)[None, :]
-        along = tl.load(query, mask=mask, other=0.0)
-        apart = tl.load(query + D, mask=mask, other=0.0)
-        return encode_key(key, scale, along, apart, kind)
-
-
-@triton.jit
 def _column(scale, head, HEADS: tl.constexpr):
     """The heads' scales, one a row."""
     return tl.load(scale + head, mask=head < HEADS, other=1.0)[:, None]
@@ -68,8 +50,6 @@ def rope_kv_write(
     k_weight,
     k_scale,
     v_scale,
-    k_shift,
-    k_queries,
     out,
     eps,
     Q_HEADS: tl.constexpr,
@@ -110,10 +90,7 @@ def rope_kv_write(
             at = ((slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
             turned = rotated(k + row * K_ROW + head * K_HEAD, mask_h, k_weight, table, eps, D, HALF, BLOCK)
             # As the unfused ops do: k has the element type before it gets the cache's.
-            key = turned.to(k.dtype.element_ty)
-            if k_shift is not None:
-                key = shifted(key, k_shift + head[:, None] * D + d[None, :], mask)
-            code = key_codes(key, key_scale, k_queries, head, mask, D, BLOCK, k_cache.dtype.element_ty)
-            tl.store(k_cache + at, code, mask=mask)
+            key = encode(turned.to(k.dtype.element_ty), key_scale, k_cache.dtype.element_ty)
+            tl.store(k_cache + at, key, mask=mask)
             value = tl.load(v + row * V_ROW + (head * V_HEAD)[:, None] + d[None, :], mask=mask, other=0.0)
             tl.store(v_cache + at, encode(value, value_scale, v_cache.dtype.element_ty), mask=mask)

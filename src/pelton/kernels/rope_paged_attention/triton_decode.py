@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from pelton.kernels.kv_write.triton_codes import encode
-from pelton.kernels.rope_kv_write.triton_rope_kv_write import key_codes, rotated, shifted
+from pelton.kernels.rope_kv_write.triton_rope_kv_write import rotated
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -39,8 +39,6 @@ def decode(
     k_weight,
     k_scale,
     v_scale,
-    k_shift,
-    k_queries,
     out,
     counters,
     partial,
@@ -116,11 +114,7 @@ def decode(
         one = kv_head + tl.arange(0, 1)
         place = ((slot // PAGE * KV_HEADS + one) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
         key = rotated(k + b * K_ROW + one * K_HEAD, one >= 0, k_weight, turn, eps, D, HALF, BLOCK_D)
-        key = key.to(element)
-        if k_shift is not None:
-            key = shifted(key, k_shift + one[:, None] * D + d[None, :], in_head[None, :])
-        kept: tl.constexpr = k_cache.dtype.element_ty
-        key = key_codes(key, key_scale, k_queries, one, in_head[None, :], D, BLOCK_D, kept)
+        key = encode(key.to(element), key_scale, k_cache.dtype.element_ty)
         value = v + b * V_ROW + (one * V_HEAD)[:, None] + d[None, :]
         value = tl.load(value, mask=in_head[None, :], other=0.0)
         value = encode(value, value_scale, v_cache.dtype.element_ty)
