@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pelton.kernels.linear import hopper
 from pelton.kernels.linear.products import MOST_NORMED, Form
 from pelton.kernels.linear.rows8 import supports_rows8, unpacked, unpacked_bytes
 from pelton.kernels.linear.tiles import PROCESSORS, rows8_tiles
-from pelton.kernels.tactic import NodeSpec, TensorSpec
+from pelton.kernels.tactic import NodeSpec, TensorSpec, shipped_tactics
 
 UNPACK = """
 import numpy as np
@@ -121,3 +122,12 @@ def test_there_are_tiles_for_every_shape(n: int, k: int, tokens: int) -> None:
         # Blocks share what there is but for a fifth, where it is worth sharing.
         if n * k > 1 << 22:
             assert n * 1.35 >= plan.each * rows * min(PROCESSORS, -(-n // rows))
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+@pytest.mark.parametrize("quant", ["int8_row", "fp8_row", "int4_g128", "fp8_g128"])
+def test_inputs_with_a_static_scale_have_only_tactics_that_round_them(quant: str, codes: str) -> None:
+    plain = node(quant, 512, 512, activations=codes)
+    rounded = replace(plain, attrs={"x_scale": 0.1, "x_codes": codes})
+    for name, tactic in shipped_tactics("linear").items():
+        assert not tactic.supports(rounded) or tactic.precision == codes, name

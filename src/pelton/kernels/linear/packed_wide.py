@@ -13,7 +13,7 @@ from pelton.kernels.launch import CallSpec, CudaBuilder, TensorMap, Term, Work, 
 from pelton.kernels.linear.packed import LAYOUT, type_constants
 from pelton.kernels.linear.products import Form, Product, normed_workspace
 from pelton.kernels.linear.tiles import PROCESSORS
-from pelton.kernels.tactic import NodeSpec, Tactic
+from pelton.kernels.tactic import NodeSpec, Tactic, static_codes
 
 FILE = "linear/hopper_wide.cu"
 #: Columns of a unit.
@@ -187,7 +187,7 @@ def constants_of(quant: str, activation: str) -> dict[str, int]:
 
 
 def supports_wide(form: Form, node: NodeSpec) -> bool:
-    """bfloat16, whole units of the weight, vectors in float32 as engines have them."""
+    """bfloat16 that no static scale rounds, whole units of the weight, vectors in float32 as engines have."""
     x, weight, *_ = node.inputs
     assert x is not None
     assert weight is not None
@@ -201,6 +201,7 @@ def supports_wide(form: Form, node: NodeSpec) -> bool:
         and int(weight.shape[0]) % (PANEL * (2 if form.gated else 1)) == 0
         and int(weight.shape[1]) % UNIT == 0
         and (not form.gated or node.attrs["kind"] in KINDS)
+        and not static_codes(node)
     )
 
 
