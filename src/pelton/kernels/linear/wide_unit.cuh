@@ -1,0 +1,138 @@
+// A unit of packed weights, 128 columns of a warp's 16 rows, decoded and multiplied: part of hopper_wide.cu.
+#pragma once
+
+// Of this thread: the sums, with SUMS those of a group of columns, not scaled yet, and their scales.
+struct Sums {
+    float whole[VALUES], part[VALUES], scale[2];
+
+    DEVICE void add_part() {
+#pragma unroll
+        for (int i = 0; i < VALUES && SUMS; ++i) whole[i] += part[i] * scale[i / 2 % 2];
+    }
+};
+
+// The sums of all tokens, or of half of them.
+template <int HALVED>
+DEVICE float (&sums_of(float (&d)[VALUES]))[VALUES >> HALVED] {
+    return reinterpret_cast<float(&)[VALUES >> HALVED]>(d);
+}
+DEVICE int first_of_half() { return blockIdx.x % 2 * (TOKENS / 2); }
+
+// Of a unit, loaded ahead: the first codes; of row lane % 16 the scale (two bfloat16 unless SUMS) and the zero point.
+struct Loaded {
+    uint4 codes;
+    u32 scales[WORDS], lesser[WORDS];
+
+    DEVICE void load(u32 slot) {
+        const int lane = threadIdx.x % 32;
+        copies_wait<DEPTH - 2>();
+        __syncwarp();
+#pragma unroll
+        for (int w = 0; w < WORDS && SCALES > 0; ++w) {
+            const u32 area = slot + UNIT_CODES + (2 * w + (SCALES > 1 ? lane / 16 : 0)) * AREA;
+            const u32 at = area + SCALE_BYTES * (lane % 16);
+            const float scale = SCALED * scale_of(SHORT ? get_byte(at) : HALF_SCALES ? get_half(at) : __float_as_uint(get(at)));
+            const float top = rounded(scale);
+            scales[w] = SUMS ? __float_as_uint(scale) : pack_bf16(top, scale - top);
+            lesser[w] = less_of(ZERO ? get_byte(area + 16 * SCALE_BYTES + lane % 16) : 0);
+        }
+        codes = get_4(slot + lane * 16);
+    }
+};
+// Whether a unit is loaded in the one before: where that takes no registers that are needed.
+constexpr bool EARLY = GROUPS < 4;
+
+// What is left of a unit's x, when its products have ended.
+DEVICE void release_last(const Shared& shared, u32 stage) {
+    if (8 / STEPS == 2) shared.release(stage);
+    shared.release(stage + 1);
+}
+
+// One unit, from `slot` on. `before`: the first stage of the unit before; `next`: the slot of the next. HALVED: of half
+// of the tokens.
+template <int HALVED>
+DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& sums, Loaded& loaded, u32 slot, u32 next,
+                     Ahead& ahead) {
+    const int lane = threadIdx.x % 32;
+    constexpr int TURNS = 8 / STEPS;
+    const u32 x = u32(matrix(shared.x(ring.stage) + (HALVED ? first_of_half() * ROW_BYTES : 0), 8 * ROW_BYTES, 16));
+    if (!EARLY) {
+        loaded.load(slot);
+        ahead.copy();
+    }
+    uint4 codes = loaded.codes;
+    u32 less[2] = {0, 0}, high[2], low[2], a[2][STEPS][4], both[2][4][2];
+    float next_scale[2];
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        // The registers of two turns ago have been read, and so has their x.
+        product_wait<1>();
+        pin(codes);  // nothing is decoded before
+        if (turn == TURNS / 2 + 1) shared.release(ring.stage);
+        if (!SUMS && TURNS == 2 && turn == 0) shared.release(before);
+        if (!SUMS && turn == 1) shared.release(before + 1);
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+            const int step = turn * STEPS + s, load = EIGHT ? step / 2 : step / 4;
+            constexpr int SPAN = GROUP > 0 && GROUP < UNIT ? GROUP / 16 : 8;  // steps of a scale
+            if (SCALES > 0 && step % SPAN == 0) {
+                const int group = step / SPAN;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int from = group % 2 * 16 + 8 * r + lane / 4;
+                    const u32 scale = __shfl_sync(~0u, loaded.scales[group / 2], from);
+                    next_scale[r] = __uint_as_float(scale);
+                    high[r] = __byte_perm(scale, 0, 0x1010);
+                    low[r] = __byte_perm(scale, 0, 0x3232);
+                    if (ZERO) less[r] = __shfl_sync(~0u, loaded.lesser[group / 2], from);
+                }
+            }
+            const u32 nibble = EIGHT ? 0 : step / 2 % 2;
+            u32(&w)[4] = a[turn % 2][s];
+            const u32 first = step % 2 ? codes.z : codes.x, second = step % 2 ? codes.w : codes.y;
+            if (CODE == 5) {
+                if (nibble == 0) {
+                    decode_nf4(first, both[step % 2][0], both[step % 2][1]);
+                    decode_nf4(second, both[step % 2][2], both[step % 2][3]);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) w[i] = both[step % 2][i][nibble];
+            } else if (SMALL) {
+                decode_small(first, nibble, w[0], w[1]);
+                decode_small(second, nibble, w[2], w[3]);
+            } else {
+                decode(first, nibble, less, w[0], w[1]);
+                decode(second, nibble, less, w[2], w[3]);
+            }
+            if (SCALES > 0 && !SUMS)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    w[i] = fma2(w[i], high[i % 2], SHORT ? MINUS_ZERO : fma2(w[i], low[i % 2], MINUS_ZERO));
+            if (step % (EIGHT ? 2 : 4) == (EIGHT ? 1 : 3) && step < 7) codes = get_4(slot + (load + 1) * 512 + lane * 16);
+        }
+        if (SUMS && turn == 0) {
+            product_wait<0>();
+            release_last(shared, before);
+            pin(sums.part);
+            sums.add_part();
+#pragma unroll
+            for (int r = 0; r < 2; ++r) sums.scale[r] = next_scale[r];
+        }
+        if (turn % (TURNS / 2) == 0) shared.wait(ring.stage + turn / (TURNS / 2), ring.parity);
+        product_fence();
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+            const int step = turn * STEPS + s;
+            const u32 at = x + (step / 4 * X_BYTES >> 4) + step % 4 * 2;
+            if constexpr (SUMS) {
+                if (step == 0) product<0>(sums.part, a[turn % 2][s], at);
+                else product<1>(sums.part, a[turn % 2][s], at);
+            } else {
+                product<1>(sums_of<HALVED>(sums.whole), a[turn % 2][s], at);
+            }
+        }
+        product_commit();
+        if (EARLY && turn == 0) ahead.copy();
+    }
+    if (EARLY) loaded.load(next);
+}
