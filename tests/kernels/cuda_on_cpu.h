@@ -20,6 +20,13 @@ typedef unsigned long long u64;
 using std::max;
 using std::min;
 
+// Whether products are of float16, not of bfloat16.
+#if defined(KV_CODE) && KV_CODE
+#define PRODUCTS_OF_HALVES 1
+#else
+#define PRODUCTS_OF_HALVES 0
+#endif
+
 #define DEVICE inline
 #define __align__(n)
 #define __restrict__
@@ -211,6 +218,18 @@ inline u32 bits_of(float x) {
     return bits;
 }
 
+// To a block's shared memory, whose barrier counts the bytes; addresses as `mapped` makes them.
+inline void send(const float* values, u32 bytes, u32 there, u32 barrier) {
+    if (there >> 24 != barrier >> 24 || there % bytes) abort();
+    Block& to = blocks[there >> 24];
+    const u32 at = there & 0xffffff;
+    if (at + bytes > to.memory.size()) abort();
+    memcpy(to.memory.data() + at, values, bytes);
+    Barrier& counts = to.barriers.at(barrier & 0xffffff);
+    counts.bytes -= bytes;
+    counts.settle();
+}
+
 }  // namespace cpu
 
 inline float __uint_as_float(u32 bits) { return cpu::of_bits(bits); }
@@ -304,11 +323,15 @@ inline void barrier_arrive(u32 at) { barrier_expect(at, 0); }
 inline void barrier_wait(u32 at, u32 parity) {
     while (cpu::block().barriers.at(at).phase == parity) cpu::leave();
 }
-inline void send(float x, u32 address, u32 barrier, int rank) {
-    memcpy(cpu::blocks[rank].memory.data() + address, &x, 4);
-    cpu::Barrier& there = cpu::blocks[rank].barriers.at(barrier);
-    there.bytes -= 4;
-    there.settle();
+// Addresses of another block's shared memory have its rank in their high bits.
+inline u32 mapped(u32 address, int rank) { return u32(rank) << 24 | address; }
+inline void send_2(float x, float y, u32 there, u32 barrier) {
+    const float values[2] = {x, y};
+    cpu::send(values, sizeof values, there, barrier);
+}
+inline void send_4(float x, float y, float z, float w, u32 there, u32 barrier) {
+    const float values[4] = {x, y, z, w};
+    cpu::send(values, sizeof values, there, barrier);
 }
 inline void copy_bytes(u32 target, const unsigned char* source, u32 bytes, u32 barrier) {
     if (target % 16 || bytes % 16 || u64(source) % 16) abort();
@@ -323,6 +346,7 @@ inline T& shared_value(u32 at, int rank = cpu::now->block.x - cpu::first) {
     return *(T*)(memory.data() + at);
 }
 inline uint4 get_4(u32 at) { return shared_value<uint4>(at); }
+inline uint2 get_words(u32 at) { return shared_value<uint2>(at); }
 inline float2 get_2(u32 at) { return shared_value<float2>(at); }
 inline float get(u32 at) { return shared_value<float>(at); }
 inline u32 get_half(u32 at) { return shared_value<unsigned short>(at); }
@@ -360,6 +384,16 @@ inline float of_half(u32 bits) {
     const float x = exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
     return bits & 0x8000 ? -x : x;
 }
+inline u32 half_of(float x) {
+    const _Float16 y = x;
+    unsigned short bits;
+    memcpy(&bits, &y, 2);
+    return bits;
+}
+#if PRODUCTS_OF_HALVES
+inline u32 operands(float low, float high) { return half_of(low) | half_of(high) << 16; }
+inline u32 less_1152(u32 x) { return operands(of_half(x & 0xffff) - 1152, of_half(x >> 16) - 1152); }
+#endif
 inline int __float2int_rn(float x) { return lrintf(x); }
 inline float of_e4m3(u32 code) {
     const int exponent = code >> 3 & 15, fraction = code & 7;
@@ -380,6 +414,7 @@ inline void from_e4m3(u32 codes, float& low, float& high) {
     low = of_e4m3(codes & 255);
     high = of_e4m3(codes >> 8 & 255);
 }
+inline u32 halves_of_e4m3(u32 two) { return half_of(of_e4m3(two & 255)) | half_of(of_e4m3(two >> 8 & 255)) << 16; }
 inline float exp_fast(float x) { return expf(x); }
 #define __expf exp_fast
 inline float __fdividef(float x, float y) { return x / y; }
@@ -419,6 +454,18 @@ inline void load(u32 (&x)[4], u32 address, bool transposed) {
 inline void load_matrices(u32 (&x)[4], u32 address) { load(x, address, false); }
 inline void load_transposed(u32 (&x)[4], u32 address) { load(x, address, true); }
 
+inline u32 transposed(u32 x) {
+    cpu::warp().shared[cpu::lane()][0] = x;
+    __syncwarp();
+    u32 y = 0;
+    for (int i = 0; i < 2; ++i) {
+        const int row = cpu::lane() % 4 * 2 + i, column = cpu::lane() / 4;
+        y |= (u32(cpu::warp().shared[row * 4 + column / 2][0]) >> 16 * (column % 2) & 0xffff) << 16 * i;
+    }
+    __syncwarp();
+    return y;
+}
+
 // mma.m16n8k16: d += a @ b.
 inline void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     auto& given = cpu::warp().shared;
@@ -426,7 +473,10 @@ inline void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     given[cpu::lane()][4] = b0;
     given[cpu::lane()][5] = b1;
     __syncwarp();
-    auto half = [&](int lane, int word, int k) { return to_float(given[lane][word] >> 16 * (k % 2)); };
+    auto half = [&](int lane, int word, int k) {
+        const u32 bits = given[lane][word] >> 16 * (k % 2) & 0xffff;
+        return PRODUCTS_OF_HALVES ? of_half(bits) : to_float(bits);
+    };
     for (int i = 0; i < 4; ++i) {
         const int row = cpu::lane() / 4 + i / 2 * 8, column = cpu::lane() % 4 * 2 + i % 2;
         for (int k = 0; k < 16; ++k)

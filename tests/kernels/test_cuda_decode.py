@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from pelton.builder.cubins import MAX_SHARED, compile_kernel
+from pelton.dtypes import KV_CODES
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.kv_write import cuda as kv_write
 from pelton.kernels.launch import COUNTERS, CallSpec, OperandSpec
+from pelton.kernels.linear import hopper as linear
 from pelton.kernels.rope_paged_attention import cuda, hopper
 from pelton.kernels.tactic import NodeSpec, TensorSpec, all_tactics
 
@@ -43,6 +46,14 @@ def call_of(
     )
 
 
+def with_caches(call: CallSpec, kv_dtype: str) -> CallSpec:
+    """``call`` with caches of another type, and their scales."""
+    cache = replace(call.input(4), dtype=kv_dtype)
+    scale = OperandSpec(dtype="float32", shape=cache.shape[1:2], strides=(1,))
+    scales = (scale, scale) if kv_dtype in KV_CODES else (None, None)
+    return replace(call, inputs=(*call.inputs[:4], cache, cache, *call.inputs[6:12], *scales))
+
+
 def node_of(call: CallSpec) -> NodeSpec:
     inputs = tuple(None if o is None else TensorSpec(dtype=o.dtype, shape=o.shape) for o in call.inputs)
     return NodeSpec(op="rope_paged_attention", inputs=inputs, attrs=call.attrs)
@@ -55,7 +66,7 @@ def test_few_sequences_are_shared_by_more_programs(kv_heads: int, expected: list
 
 
 def test_clusters_shrink_as_sequences_fill_the_gpu() -> None:
-    assert [hopper.cluster(largest, 8).blocks for largest in (1, 2, 4, 8, 16)] == [8, 8, 4, 2, 2]
+    assert [hopper.cluster(largest, 8, 4, 128).blocks for largest in (1, 2, 4, 8, 16)] == [8, 8, 4, 2, 2]
 
 
 def test_a_step_of_more_sequences_and_heads_than_counters_has_a_tactic_without_any() -> None:
@@ -97,13 +108,25 @@ def test_what_clusters_do_not_take_is_left_to_triton(call: CallSpec, fits: bool)
     assert (launch.kernel.function == "decode" and hasattr(launch.kernel, "file")) == fits  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("largest", cuda.LARGEST)
+def test_caches_of_8_bits_have_the_same_kernel_in_steps_of_any_size(kv_dtype: str, largest: int) -> None:
+    call = with_caches(call_of(), kv_dtype)
+    tactic = all_tactics()[f"cuda.rope_paged_attention.hopper8.{largest or 'any'}"]
+    assert tactic.supports(node_of(call))
+    assert not tactic.supports(node_of(call_of()))
+    assert not tactic.supports(node_of(with_caches(call_of(dim=80), kv_dtype)))
+    assert tactic.decode is not None
+    (launch,) = tactic.decode(call, largest or 256)
+    assert launch.kernel.file == hopper.FILE  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_writes_and_attention_compile_with_and_without_scales(kv_dtype: str) -> None:
     """The interpreter takes what the compiler does not, such as None where a number may be."""
     call = call_of(heads=4, kv_heads=2, dim=64)
-    scale = OperandSpec(dtype="float32", shape=(2,), strides=(1,)) if kv_dtype != "bfloat16" else None
-    cache = replace(call.input(4), dtype=kv_dtype)
-    call = replace(call, inputs=(*call.inputs[:4], cache, cache, *call.inputs[6:12], scale, scale))
+    call = with_caches(call, kv_dtype)
+    cache, scale = call.input(4), call.inputs[12]
     tactic = all_tactics()["cuda.rope_paged_attention.4"]
     assert tactic.launches is not None
     assert tactic.decode is not None
@@ -120,8 +143,10 @@ def test_writes_and_attention_compile_with_and_without_scales(kv_dtype: str) -> 
         call_of(),
         call_of(heads=14, kv_heads=2, dim=64, page=8, dtype="float16", window=100),
         call_of(heads=16, kv_heads=1, weights="float32", softcap=30.0),
+        with_caches(call_of(), "int8"),
+        with_caches(call_of(heads=9, kv_heads=1, dim=64, dtype="float16"), "float8_e4m3fn"),
     ],
-    ids=["llama", "window", "norms"],
+    ids=["llama", "window", "norms", "int8", "fp8"],
 )
 @pytest.mark.parametrize("blocks", [1, 8])
 def test_the_kernel_of_clusters_is_compiled(call: CallSpec, blocks: int) -> None:
@@ -129,3 +154,12 @@ def test_the_kernel_of_clusters_is_compiled(call: CallSpec, blocks: int) -> None
     cubin = compile_kernel(launch.kernel, 90)  # type: ignore[union-attr]
     assert cubin.image[:4] == b"\x7fELF"
     assert cubin.shared <= MAX_SHARED[90]
+
+
+@pytest.mark.parametrize("largest", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_clusters_have_room_beside_the_product_before(largest: int, dim: int) -> None:
+    """Of 228 KiB of a multiprocessor, 1 KiB of each block is the driver's."""
+    for kv_heads, group in itertools.product((1, 2, 4, 8, 16, 32), range(1, 17)):
+        how = hopper.cluster(largest, kv_heads, group, dim)
+        assert hopper.shared_bytes(how, group, dim) + linear.SHARED + (2 << 10) <= 228 << 10

@@ -34,7 +34,7 @@ _ATTEND = (4, 5, 7, 8, 9, 12, 13)
 
 
 _attentions = {tactic.name: tactic for tactic in paged_attention.TACTICS}
-_ATTENTION = _attentions["cuda.paged_attention"]
+ATTENTION = _attentions["cuda.paged_attention"]
 _INVARIANT = _attentions["cuda.paged_attention.invariant"]
 
 
@@ -192,8 +192,8 @@ TACTICS = [
             priority=20 if largest else 10,
             precision="bfloat16",
             largest_tokens=largest,
-            workspace=workspace(largest, _ATTENTION),
-            launches=separately(_ATTENTION),
+            workspace=workspace(largest, ATTENTION),
+            launches=separately(ATTENTION),
             decode=_decode(largest),
         )
         for largest in LARGEST
