@@ -1,7 +1,7 @@
 """Pelton on one NVIDIA GPU at the shape of Llama-3.1-8B, beside the hardware's floor and vLLM's figures.
 
-    python benchmarks/h200.py [--quant fp8|int4|...] [--engine DIR] [--only b,c,f] [--profile [FILE]]
-        [--json FILE]
+    python benchmarks/h200.py [--quant fp8|int4|...] [--head int8|int4|...] [--engine DIR]
+        [--only b,c,f] [--profile [FILE]] [--json FILE]
 
 The engine is built here from random weights (nothing is downloaded) and driven in this process, without a
 tokenizer or HTTP: answers (b, d, e, f) by an executor, as requests see them; first tokens by bare steps.
@@ -139,6 +139,7 @@ def main() -> None:
     )
     parser.add_argument("--engine", type=Path)
     parser.add_argument("--quant", default="bfloat16", help="fp8, int8, int4 or a block type, of the layers")
+    parser.add_argument("--head", default="bfloat16", help="the same of the head")
     parser.add_argument("--only", default="a,b,c,d,e,f")
     parser.add_argument("--deterministic", action="store_true", help="an engine of that kind")
     parser.add_argument(
@@ -151,10 +152,10 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    quant = QUANTS.get(args.quant, args.quant)
+    quant, head = QUANTS.get(args.quant, args.quant), QUANTS.get(args.head, args.head)
     table = TABLES.get(quant, dict.fromkeys(TABLE, (None, None, None)))
     kind = "-deterministic" if args.deterministic else ""
-    args.engine = args.engine or Path(f".cache/llama-8b-shape-{quant}{kind}.engine")
+    args.engine = args.engine or Path(f".cache/llama-8b-shape-{quant}-{head}{kind}.engine")
     if not args.engine.exists():
         args.engine.parent.mkdir(parents=True, exist_ok=True)
         config = pelton.BuildConfig(
@@ -166,7 +167,7 @@ def main() -> None:
             activations="fp8" if quant == "fp8_row" else None,
             deterministic=args.deterministic,
         )
-        report = pelton.build(RandomLlama(LLAMA_8B, quant), config, output=args.engine, check=False)
+        report = pelton.build(RandomLlama(LLAMA_8B, quant, head), config, output=args.engine, check=False)
         print(report.text(), flush=True)
     if "a" in args.only.split(","):
         seconds = statistics.median(first_token_seconds(args.engine) for _ in range(3))

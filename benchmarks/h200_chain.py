@@ -1,13 +1,14 @@
 """The products of a whole decode step of Llama-3.1-8B's shape in one CUDA graph, as an engine launches them.
 
-    python benchmarks/h200_chain.py [--tokens 1,8,32,64,256] [--quant fp8_row] [--activations fp8]
+    python benchmarks/h200_chain.py [--tokens 1,8,32,64,256] [--quant fp8_row] [--head int8_row]
+        [--activations fp8]
 
 Norm and q, k, v; output and residual; norm, gate, up and activation; down and residual, 32 times, and the
 head: each by the tactic that a build takes. Attention is left out. Microseconds of a step with kernels that
 overlap and with none that does, and the share of the floor: the weights at 4.3 TB/s or the operations at
 790 TFLOP/s (codes with codes: twice that).
 
-``--quant``: block types of the layers' weights (the head stays bfloat16), one after another;
+``--quant``: block types of the layers' weights one after another; ``--head``: that of the head;
 ``--activations``: what builds ask of their inputs.
 """
 
@@ -178,9 +179,11 @@ def fill(bench: Bench, memory: Memory, quant: str) -> None:
     bench.stream.wait()
 
 
-def floor_us(quant: str, tokens: int, *, codes: bool) -> float:
+def floor_us(quant: str, head: str, tokens: int, *, codes: bool) -> float:
     """Of the weights' bytes, as checkpoints hold them, or of the operations."""
-    stored = VOCAB * WIDTH * 2 + sum(rows_of(op) * row_bytes(quant, op[2]) for op in STEP) * LAYERS
+    stored = (
+        VOCAB * row_bytes(head, WIDTH) + sum(rows_of(op) * row_bytes(quant, op[2]) for op in STEP) * LAYERS
+    )
     layers, head = sum(rows_of(op) * op[2] for op in STEP) * LAYERS, VOCAB * WIDTH
     return 1e6 * max(stored / BANDWIDTH, 2 * tokens * (layers / (2 if codes else 1) + head) / RATE)
 
@@ -191,12 +194,13 @@ def main() -> None:
     )
     parser.add_argument("--tokens", default="1,8,16,32,64,128,256")
     parser.add_argument("--quant", default="bfloat16")
+    parser.add_argument("--head", default="bfloat16")
     parser.add_argument("--activations", default="float32")
     args = parser.parse_args()
     cases = [(q, int(size)) for q in args.quant.split(",") for size in args.tokens.split(",")]
     products = {
         (quant, tokens): {op: chosen(op, tokens, quant, args.activations) for op in STEP}
-        | {HEAD: chosen(HEAD, tokens, "bfloat16", "float32")}
+        | {HEAD: chosen(HEAD, tokens, args.head, "float32")}
         for quant, tokens in cases
     }
     works = [w for step in products.values() for p in step.values() for w in p.works]
@@ -217,7 +221,7 @@ def main() -> None:
         if missing:
             print(f"{quant} {tokens:>4} tokens: did not compile: {' '.join(missing)}", flush=True)
             continue
-        floor = floor_us(quant, tokens, codes=step[STEP[0]].tactic.precision in ("int8", "fp8"))
+        floor = floor_us(quant, args.head, tokens, codes=step[STEP[0]].tactic.precision in ("int8", "fp8"))
         chain = Chain(bench, tokens, step)
         apart, together = chain.microseconds(overlap=False), chain.microseconds(overlap=True)
         print(

@@ -1,11 +1,11 @@
 """A decode step of Llama-3.1-8B's shape, but for embedding and sampling: ``h200_chain.py`` with attention.
 
-    python benchmarks/h200_step.py [--tokens 1,8] [--context 256,1024] [--quant fp8_row]
+    python benchmarks/h200_step.py [--tokens 1,8] [--context 256,1024] [--quant fp8_row] [--head int8_row]
 
 Products and, of a token a sequence at ``context`` keys, RoPE, KV write and attention, in one CUDA graph as an
 engine launches them. Microseconds of the step without and with attention, and what attention adds a layer:
 less than it takes alone where it runs beside the products, more where it keeps them from overlapping.
-``--quant``: block type of the layers' weights (the head stays bfloat16).
+``--quant``, ``--head``: block types of the layers' weights and of the head.
 """
 
 from __future__ import annotations
@@ -114,11 +114,12 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,2,4,8,16")
     parser.add_argument("--context", default="256,1024")
     parser.add_argument("--quant", default="bfloat16")
+    parser.add_argument("--head", default="bfloat16")
     args = parser.parse_args()
     sizes = [int(size) for size in args.tokens.split(",")]
     products = {
         t: {op: chain.chosen(op, t, args.quant, "float32") for op in chain.STEP}
-        | {chain.HEAD: chain.chosen(chain.HEAD, t, "bfloat16", "float32")}
+        | {chain.HEAD: chain.chosen(chain.HEAD, t, args.head, "float32")}
         for t in sizes
     }
     attentions = {t: attention_of(t) for t in sizes}

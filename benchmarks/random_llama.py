@@ -31,20 +31,23 @@ LLAMA_8B: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+HEAD = "lm_head.weight"
 #: Rows that are encoded; a weight repeats them.
 _ENCODED_ROWS = 256
 
 
 class RandomLlama(Checkpoint):
-    """bfloat16 weights of ``config`` from one random block, repeated; the layers' matrices as ``quant``."""
+    """bfloat16 weights of ``config`` from one random block, repeated; the layers' matrices as ``quant``, the
+    head as ``head``."""
 
-    def __init__(self, config: dict[str, Any], quant: str = "bfloat16") -> None:
+    def __init__(self, config: dict[str, Any], quant: str = "bfloat16", head: str = "bfloat16") -> None:
         self.name, self.path, self.config = "llama-8b-shape", Path("llama-8b-shape"), config
         self.generation_config: dict[str, Any] = {}
         model = create_model(config, max_seq_len=config["max_position_embeddings"])
         self.tensors = {}
         for name, shape in expected_tensors(model).items():
-            own = quant if len(shape) == 2 and ".layers." in name else "bfloat16"
+            of_layer = len(shape) == 2 and ".layers." in name
+            own = quant if of_layer else head if name == HEAD else "bfloat16"
             nbytes = (
                 2 * int(np.prod(shape)) if is_dense(own) else shape[0] * BLOCK_TYPES[own].row_bytes(shape[1])
             )
