@@ -256,12 +256,14 @@ inline unsigned char* shared_memory() { return cpu::block().memory.data(); }
 inline u32 shared_address(const void* pointer) { return (const unsigned char*)pointer - shared_memory(); }
 inline void __syncthreads() { cpu::meet(cpu::block().meeting); }
 inline void __syncwarp() { cpu::meet(cpu::warp().meeting); }
+inline void cluster_arrive_relaxed() { cpu::now->cluster_turn = cpu::arrive(cpu::cluster); }
 inline void cluster_arrive() { cpu::now->cluster_turn = cpu::arrive(cpu::cluster); }
 inline void cluster_wait() {
     while (cpu::cluster.turn == cpu::now->cluster_turn) cpu::leave();
 }
 inline void wait_for_previous() {}
 inline void launch_next() {}
+inline bool elect() { return cpu::lane() == 0; }
 
 // Whole warps only.
 template <class T>
@@ -332,6 +334,10 @@ inline void send_2(float x, float y, u32 there, u32 barrier) {
 inline void send_4(float x, float y, float z, float w, u32 there, u32 barrier) {
     const float values[4] = {x, y, z, w};
     cpu::send(values, sizeof values, there, barrier);
+}
+inline void send_4(const float (&x)[4], u32 address, u32 barrier, int rank) {
+    if (address % 16) abort();
+    for (int i = 0; i < 4; ++i) send(x[i], address + 4 * i, barrier, rank);
 }
 inline void copy_bytes(u32 target, const unsigned char* source, u32 bytes, u32 barrier) {
     if (target % 16 || bytes % 16 || u64(source) % 16) abort();

@@ -51,6 +51,7 @@ def aligned(values: Any) -> Any:
     [
         ("int4_g128", 64, 512, Form(), 1, tiles(1, 2, 1, 2, 1)),
         ("int4_g128", 256, 896, NORM_GATED, 1, tiles(1, 4, 1, 1, 1, 2, 40 << 10)),
+        ("int4_g128", 128, 512, NORM_GATED, 1, tiles(1, 2, 1, 2, 2)),
         ("int4_g128", 160, 1024, NORM, 7, tiles(8, 2, 1, 3, 2, 1, 60 << 10)),
         ("int4_g128", 192, 1280, NORM_GATED, 16, tiles(16, 2, 2, 1, 2, 2, 68 << 10)),
         ("int4_g128", 384, 640, ADD, 3, tiles(4, 4, 1, 2, 1, 4, 32 << 10)),
@@ -76,9 +77,33 @@ def test_products_are_what_the_weight_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packed_few, "PROCESSORS", 4)  # so that each cluster has several panels
+    assert error_of(quant, n, k, form, tokens, how, bias, 1.0, tmp_path) < 5e-3
+
+
+@pytest.mark.parametrize("quant", ["int4_g128", "int8_row", "fp8_row", "fp4_g64"])
+@pytest.mark.parametrize("size", [2.0**60, 2.0**-40])
+def test_inputs_may_be_as_large_and_small_as_networks_have_them(
+    quant: str, size: float, tmp_path: Path
+) -> None:
+    """float16 ends at 2^16; a norm's float32 sum of squares at 2^64."""
+    assert error_of(quant, 32, 256, Form(), 8, tiles(8, 2, 1, 1, 1), False, size, tmp_path) < 5e-3
+
+
+def error_of(
+    quant: str,
+    n: int,
+    k: int,
+    form: Form,
+    tokens: int,
+    how: FewTiles,
+    bias: bool,
+    size: float,
+    folder: Path,
+) -> float:
+    """Of the kernel's results, relative, with inputs some ``size`` large."""
     rng, rows = np.random.default_rng(0), 2 * n if form.gated else n
     weight = group_encoder.encode(rng.standard_normal((rows, k), dtype=np.float32) + 0.2, quant)
-    x = f32_to_bf16(rng.standard_normal((tokens, k), dtype=np.float32) + 0.3)
+    x = f32_to_bf16((rng.standard_normal((tokens, k), dtype=np.float32) + 0.3) * np.float32(size))
     gains = rng.random(k, dtype=np.float32) + 0.5
     offsets = rng.standard_normal(rows, dtype=np.float32) * 10
     residual = f32_to_bf16(rng.standard_normal((tokens, n), dtype=np.float32) * 10)
@@ -112,7 +137,7 @@ def test_products_are_what_the_weight_says(
                 given.append(C.c_int(tokens))
             case _:
                 given.append(C.c_void_p(0))
-    assert library(launch, RUN, tmp_path).run(*given) == 0, "threads wait for ever, or copies for nobody"
+    assert library(launch, RUN, folder).run(*given) == 0, "threads wait for ever, or copies for nobody"
 
     wide = bf16_to_f32(x).astype(np.float64)
     if form.norm is not None:
@@ -124,5 +149,4 @@ def test_products_are_what_the_weight_says(
         y = y[:, :n] / (1 + np.exp(-y[:, :n])) * y[:, n:]
     if form.residual is not None:
         y += bf16_to_f32(residual)
-    error = np.linalg.norm(bf16_to_f32(out) - y) / np.linalg.norm(y)
-    assert error < 5e-3
+    return float(np.linalg.norm(bf16_to_f32(out) - y) / np.linalg.norm(y))

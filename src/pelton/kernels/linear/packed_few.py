@@ -61,9 +61,11 @@ def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles |
         fitting = [c for c in sizes if c <= most]
         return next((c for c in fitting if enough(c)), fitting[-1])
 
-    # Every block reads its share of x, which takes as long as as many bytes of the weight.
+    # Every block reads its share of x, which takes as long as as many bytes of the weight; 16 tokens are as
+    # many as a block's part of a narrow matrix.
+    narrow = held > 8 and not form.gated and panels <= 4 * PROCESSORS
     cluster = max(
-        cluster_of(lambda c: c >= (2 if tokens > 4 else 1)),
+        cluster_of(lambda c: c >= (4 if narrow else 2 if tokens > 4 else 1)),
         cluster_of(lambda c: 2 * held * k // c <= _MUCH_X, 4),
         cluster_of(lambda c: 2 * held * k // c <= _MOST_X),
         cluster_of(lambda c: panels * 2 * c > PROCESSORS),
@@ -71,7 +73,11 @@ def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles |
     own, each = units // cluster, -(-panels // _CLUSTERS[cluster])
     # Panels that share a load of x; of 16 tokens x is large, and so are the sums.
     batch = (
-        1 if form.gated or (held > 8 and cluster > 2) else 3 if each % 3 == 0 and held <= 8 else min(each, 2)
+        1
+        if form.gated or (held > 8 and cluster > 2 and own >= _WARPS)
+        else 3
+        if each % 3 == 0 and held <= 8
+        else min(each, 2)
     )
     parts = 2 if own <= _WARPS and each >= 2 * batch else 1
     # As few turns of a panel as the warps allow, which are then as few as they can be; more where rings would
@@ -80,11 +86,12 @@ def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles |
     for turns in range(-(-own // (_WARPS // parts)), own + 1):
         splits = -(-own // turns)
         groups = 4 if splits == _WARPS and cluster == 1 else 2 if splits > 1 else 1
+        groups = 1 if narrow and own < _WARPS else groups
         tiles = FewTiles(held, -(-splits // groups) * groups, parts, batch, cluster, groups)
         stages = clusters_and_stages(form, n, k, quant, tiles)[1]
         if stages and found is None:
             found = tiles
-        if stages >= min(4, turns * groups * -(-each // (parts * batch)) // groups * groups):
+        if stages >= min(3 if narrow else 4, turns * groups * -(-each // (parts * batch)) // groups * groups):
             return tiles
     return found
 
@@ -109,7 +116,7 @@ def clusters_and_stages(form: Form, n: int, k: int, quant: str, tiles: FewTiles)
     if tiles.cluster > 1:
         besides += 512 * token_tiles * tiles.cluster * -(-each // tiles.cluster) * halves
     turns = -(-each // (tiles.parts * tiles.batch)) * -(-own // places)
-    stages = min(_MOST_STAGES, turns, (tiles.shared - besides - 16 * (_MOST_STAGES + 2)) // stage)
+    stages = min(_MOST_STAGES, turns, (tiles.shared - besides - 16 * (_MOST_STAGES + 3)) // stage)
     return -(-panels // each), max(0, stages // tiles.groups * tiles.groups)
 
 
