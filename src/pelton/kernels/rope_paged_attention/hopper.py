@@ -58,7 +58,7 @@ def shared_bytes(how: Cluster, group: int, dim: int) -> int:
 def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
     """The launch for a step in which every sequence has one token."""
     q, k, v, cos_sin, k_cache = (call.input(i) for i in range(5))
-    k_scale, v_scale, k_shift = (*call.inputs[12:], None)[:3]
+    k_scale, v_scale = call.inputs[12], call.inputs[13]
     dim, kv_heads = int(q.shape[2]), int(k.shape[1])
     group = int(q.shape[1]) // kv_heads
     weights = call.inputs[10], call.inputs[11]
@@ -66,7 +66,7 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
     b = CudaBuilder(call, FILE, "decode")
     for index in (0, 1, 2, 3, 4, 5, 6, 7, 9):
         b.input(index)
-    for index, operand in enumerate((*weights, k_scale, v_scale, k_shift), 10):
+    for index, operand in enumerate((*weights, k_scale, v_scale), 10):
         b.input(index if operand else 0)  # where it is absent, not read
     b.output().number(float(call.attrs["eps"])).number(float(call.attrs["scale"])).number(softcap)
     spec = b.launch(
@@ -94,7 +94,6 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
             "KV_CODE": _CODES.get(k_cache.dtype, 0),
             "K_SCALED": int(k_scale is not None),
             "V_SCALED": int(v_scale is not None),
-            "K_SHIFTED": int(k_shift is not None),
             "WEIGHTS32": int(any(w is not None and w.dtype == "float32" for w in weights)),
             "CLUSTER": how.blocks,
             "WARPS": how.warps,

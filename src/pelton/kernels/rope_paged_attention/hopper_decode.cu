@@ -9,8 +9,7 @@
 // its value. At the end each warp sends every block the part of its result that the block joins: after the kernel ahead
 // has ended, threads wait for each other only there.
 //
-// Caches hold elements, or codes of 8 bits (KV_CODE) with a scale a KV head (K_SCALED, V_SCALED) or none,
-// of keys less a shift (K_SHIFTED), which is the same in all scores of a head and so of no matter to its softmax.
+// Caches hold elements, or codes of 8 bits (KV_CODE) with a scale a KV head (K_SCALED, V_SCALED) or none.
 //
 // Constants: KV_HEADS, GROUP (query heads of a KV head, up to 16), D (64, 128), TURN (half the dimensions that
 // rotate, a multiple of 8), PAGE (8 to 128, a power of two), COLUMNS of the block table, Q_ROW, K_ROW, V_ROW and
@@ -47,7 +46,6 @@ struct Token {
     const u16 *k, *v;
     Cached *k_slot, *v_slot;  // where they go; null: another block stores them
     const Weight* k_weight;
-    const float* k_shift;
     float k_scale, v_scale;
 };
 
@@ -65,13 +63,13 @@ DEVICE void attend_to(const Token& token, u32 base, const u32 (&q)[EIGHTS][SLOTS
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
         const int at = 8 * chunk_of(slot);
-        const NewChunk chunk(rotated[slot], token.k_scale, K_SHIFTED ? token.k_shift + at : nullptr);
+        const NewChunk chunk(rotated[slot], token.k_scale);
 #pragma unroll
         for (int i = 0; i < 4; ++i) key[slot][i] = chunk.words[i];
         if (has_key && token.k_slot) chunk.store(token.k_slot + at);
     }
     const u32 words[4] = {elements.x, elements.y, elements.z, elements.w};
-    const NewChunk value(words, token.v_scale, nullptr);
+    const NewChunk value(words, token.v_scale);
     if (has_value) {
         if (token.v_slot) value.store(token.v_slot + 8 * lane);
 #pragma unroll
@@ -93,8 +91,7 @@ DEVICE void attend_to(const Token& token, u32 base, const u32 (&q)[EIGHTS][SLOTS
 extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1, 1)
     decode(const u16* q, const u16* k, const u16* v, const float* cos_sin, Cached* k_cache, Cached* v_cache,
            const int* slots, const int* block_table, const int* seq_lens, const Weight* q_weight,
-           const Weight* k_weight, const float* k_scale, const float* v_scale, const float* k_shift,
-           u16* out, float eps, float scale, float softcap) {
+           const Weight* k_weight, const float* k_scale, const float* v_scale, u16* out, float eps, float scale, float softcap) {
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 base = shared_address(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -189,7 +186,6 @@ extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1,
                           stores ? k_cache + at : nullptr,
                           stores ? v_cache + at : nullptr,
                           k_weight,
-                          k_shift + kv_head * D,
                           key_scale,
                           value_scale};
         attend_to(token, base, queries, angles, eps, scale, softcap);

@@ -115,19 +115,15 @@ DEVICE float divided(float x, float scale, float inverse) {
 // A new head's chunk, as the cache holds it, as operands and as numbers.
 struct NewChunk {
     u32 codes[2], words[4];
-    // `shift`: what is taken from each element first; null: nothing.
-    DEVICE NewChunk(const u32 (&elements)[4], float scale, const float* shift) {
+    DEVICE NewChunk(const u32 (&elements)[4], float scale) {
         const float inverse = 1.0f / scale;
-        float less[8] = {};
-        if (shift) load_8(less, shift);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             u32 two[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const u32 pair = elements[2 * i + j];
-                const float low = to_float(u16(pair)) - less[4 * i + 2 * j];
-                const float high = to_float(u16(pair >> 16)) - less[4 * i + 2 * j + 1];
+                const float low = to_float(u16(pair)), high = to_float(u16(pair >> 16));
                 two[j] = codes_of(divided(low, scale, inverse), divided(high, scale, inverse));
             }
             codes[i] = two[0] | two[1] << 16;

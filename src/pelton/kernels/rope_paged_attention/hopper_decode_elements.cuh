@@ -46,7 +46,7 @@ DEVICE void load_values(u32 (&values)[D / 16][4], u32 tile, int block) {
 // A new head's chunk, as the cache holds it (there), as operands and as numbers.
 struct NewChunk {
     u32 words[4];
-    DEVICE NewChunk(const u32 (&elements)[4], float, const float*) {
+    DEVICE NewChunk(const u32 (&elements)[4], float) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = elements[i];
     }
