@@ -51,8 +51,8 @@ def test_an_engine_with_codes_in_its_cache(asked: str, tmp_path: Path) -> None:
         assert k > 0
         assert v > 0
         assert k != v
-        shift = shards[f"k_shift.{layer}"].view(np.float32)
-        assert shift.any()
+        if asked == "fp8":
+            assert shards[f"k_shift.{layer}"].view(np.float32).any()
     logits = []
     for runner in ("native", "reference"):
         with Session(tmp_path / "codes", runner=runner, kv_blocks=8) as session:  # type: ignore[arg-type]

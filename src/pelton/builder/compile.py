@@ -138,14 +138,16 @@ def compile_model(
 
     kv_scales, seen = checkpoint_scales(checkpoint, model, config.kv_dtype), None
     key_rounding: Rounding = {}
+    # Of int8, whose errors are as large at 0, a first key far from the rest costs more than is gained.
+    by_queries = config.kv_dtype == "float8_e4m3fn" and not on_gpu
     if kv_scales is not None:
         notes.append("scales of KV caches are the checkpoint's")
     elif config.kv_dtype in KV_CODES and may_measure:
         with clock("kv scales"):
-            seen = see(checkpoint, model, config, rounding=not on_gpu)
+            seen = see(checkpoint, model, config, rounding=by_queries)
     elif config.kv_dtype in KV_CODES:
         kv_scales = unmeasured_scales(model)
-        key_rounding = {} if on_gpu else unmeasured_rounding(model)
+        key_rounding = unmeasured_rounding(model) if by_queries else {}
 
     def stored(quant: str, dimensions: int) -> str:
         return stored_quant(quant, dimensions, dtype, native, exact=exact_types(config))
