@@ -335,9 +335,11 @@ inline void send_4(float x, float y, float z, float w, u32 there, u32 barrier) {
     const float values[4] = {x, y, z, w};
     cpu::send(values, sizeof values, there, barrier);
 }
+inline void send(float x, u32 address, u32 barrier, int rank) {
+    cpu::send(&x, sizeof x, mapped(address, rank), mapped(barrier, rank));
+}
 inline void send_4(const float (&x)[4], u32 address, u32 barrier, int rank) {
-    if (address % 16) abort();
-    for (int i = 0; i < 4; ++i) send(x[i], address + 4 * i, barrier, rank);
+    cpu::send(x, sizeof x, mapped(address, rank), mapped(barrier, rank));
 }
 inline void copy_bytes(u32 target, const unsigned char* source, u32 bytes, u32 barrier) {
     if (target % 16 || bytes % 16 || u64(source) % 16) abort();
