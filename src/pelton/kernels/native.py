@@ -160,8 +160,10 @@ def has_level(level: str) -> bool:
     return level in names and bool(load_library().pelton_has_level(names.index(level)))
 
 
-def attr_value(attr: Attr) -> float:
-    """A non-tensor argument as kernels take it: a number; of a string its 32-bit FNV-1a hash."""
+def attr_value(attr: Attr | None) -> float:
+    """A non-tensor argument as kernels take it: a number; of a string its 32-bit FNV-1a hash; 0 for none."""
+    if attr is None:
+        return 0.0
     if not isinstance(attr, str):
         return float(attr)
     h = 2166136261
