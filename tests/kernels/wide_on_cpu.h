@@ -67,8 +67,6 @@ inline void put_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
     __syncwarp();
 }
 
-inline void cluster_arrive_relaxed() { cluster_arrive(); }
-
 // Addresses of the cluster's shared memory: the block's number above the place in it.
 inline u32 place_of(u32 at, u32 rank) { return at | rank << 24; }
 inline float4 load_sums(u32 at) {
