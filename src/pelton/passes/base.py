@@ -56,7 +56,7 @@ class PassContext:
     """By layer, what caches of 8 bits store the keys without (KV heads, head_dim), and which queries they
     meet (KV heads, 2 head_dim); absent: each key is rounded as it is."""
     key_sizes: Dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """By layer, the largest magnitude of each channel of the shifted keys on text (KV heads, head_dim), where
+    """By layer, the largest magnitude of each channel of the keys on text (KV heads, head_dim), where
     caches are int8 and their scales measured."""
     mapping: Mapping = ALONE
     """The rank that is built for."""
