@@ -129,6 +129,28 @@ def test_every_recipe_runs(name: str, tmp_path: Path) -> None:
     assert "relative error: weights" in report.text()
 
 
+BLOCKS = {"weights": "fp8_g128", "activations": ActivationQuant("fp8", group=128)}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(c for c in RECIPES.values() if c.activations and not c.calibrated),
+        QuantConfig(name="scaled blocks", **BLOCKS, scaling="smoothquant", calibration=SHORT),
+        QuantConfig(name="chosen blocks", **BLOCKS, rounding="gptq", calibration=SHORT),
+    ],
+    ids=lambda config: config.name,
+)
+def test_inputs_are_rounded_where_groups_do_not_divide(config: QuantConfig, tmp_path: Path) -> None:
+    """Widths are 64 and 96: no 128 divides them, 64 only one."""
+    base = text_checkpoint(num_hidden_layers=1)
+    view = quantize(base, config, tmp_path / "p")[0] if config.calibrated else round_in_stream(base, config)
+    for name, info in view.changed.items():
+        quant = view.activation_quant(name)
+        assert quant is None or not quant.group or info.shape[1] % quant.group == 0
+    assert relative(logits(view), logits(base)) < 0.2
+
+
 def test_static_scales_are_measured_for_each_input(tmp_path: Path) -> None:
     view, report = quantize(text_checkpoint(), short("fp8-static"), tmp_path / "p")
     found = {

@@ -303,6 +303,7 @@ def test_the_strength_is_searched_on_the_quantised_product() -> None:
         ActivationQuant("fp8"),
         ActivationQuant("fp8", "tensor"),
         ActivationQuant("fp8", group=16),
+        ActivationQuant("fp8", group=32),
     ],
     ids=str,
 )

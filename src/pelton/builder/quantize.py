@@ -217,7 +217,8 @@ class _Quantizer:
             changed.discard(f"{linear}.weight")
             if config.activations is not None:
                 tops = np.zeros(1, np.float32) if seen is None else seen.abs_max
-                activations[name] = smoothquant.settled(config.activations, tops)
+                of_input = config.activations.of_columns(weight.shape[1])
+                activations[name] = smoothquant.settled(of_input, tops)
             of_weight, of_output = relative_errors(weight, dequantize(tensor), seen.gram if seen else None)
             rows.append(
                 LinearReport(
@@ -288,8 +289,9 @@ class _Quantizer:
                 s, alpha = awq.search_scales(weights, seen, rounders, config.alpha, group.agreeing)
             else:
                 assert config.activations is not None
+                of_input = config.activations.of_columns(weights[0].shape[1])
                 s, alpha = smoothquant.search_scales(
-                    weights, seen, rounders, config.activations, config.alpha, group.agreeing
+                    weights, seen, rounders, of_input, config.alpha, group.agreeing
                 )
             if alpha is None or (s == 1).all():
                 continue

@@ -257,12 +257,13 @@ def planned(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoint:
 def _view(base: Checkpoint, config: QuantConfig, read: Callable[[Target], HostTensor]) -> QuantizedCheckpoint:
     found, notes = targets(draft(base), config)
     by_tensor = {target.place.tensor: target for target in found.values()}
+    a = config.activations
     return QuantizedCheckpoint(
         base,
         config,
         {name: tensor_info(name, t.quant, t.shape) for name, t in by_tensor.items()},
         lambda name: read(by_tensor[name]),
         transposed=[name for name, t in by_tensor.items() if t.place.transposed],
-        activations=dict.fromkeys(by_tensor, config.activations) if config.activations else None,
+        activations={name: a.of_columns(t.shape[1]) for name, t in by_tensor.items()} if a else None,
         notes=notes,
     )

@@ -23,3 +23,7 @@ class ActivationQuant(msgspec.Struct, frozen=True, omit_defaults=True):
     """A static scale, measured on calibration text; 0: dynamic."""
     outliers: float = 0.0
     """LLM.int8(): columns with a larger value in the step are multiplied in the network's dtype; 0: none."""
+
+    def of_columns(self, columns: int) -> ActivationQuant:
+        """As it is for rows of so many: one scale a token where ``group`` does not divide them."""
+        return msgspec.structs.replace(self, group=0) if self.group and columns % self.group else self

@@ -20,6 +20,9 @@ def rounded_activations(x: Float32, quant: ActivationQuant) -> Float32:
         exact = (np.abs(x) >= quant.outliers).any(axis=0)
         rest = rounded_activations(np.where(exact, np.float32(0), x), _without_outliers(quant))
         return np.where(exact, x, rest)
+    if quant.group and (left := -x.shape[-1] % quant.group):
+        padded = np.pad(x, ((0, 0), (0, left)))  # the last group is what there is of it
+        return rounded_activations(padded, quant)[:, : x.shape[-1]]
     top = LARGEST[quant.dtype]
     groups = x.reshape(len(x), -1, quant.group or x.shape[-1])
     if quant.scale > 0:
