@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ctypes as C
+import functools
 import re
 import subprocess
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pelton.kernels.gpu.nvrtc import KERNELS
 from pelton.kernels.launch import CudaSource, LaunchSpec
 
+HERE = Path(__file__).parent
+#: Libraries of one process would share their unique variables, the inline ones.
+FLAGS = ("-std=c++20", "-O1", "-w", "-fPIC", "-fno-gnu-unique", "-fno-exceptions")
 #: Functions of one PTX instruction are the header's.
 _FUNCTION = re.compile(
     r"(?:template <[^>]*>\n)?DEVICE \w+ (\w+)\([^{;]*\) \{.*?(?:^\}\n|\}\n(?=\n|#|//|DEVICE))", re.S | re.M
@@ -22,14 +28,33 @@ def library(launch: LaunchSpec, run: str, folder: Path, header: str = "cuda_on_c
     stand for the kernel's parameters and a call of it with them. ``header``: included first."""
     source = launch.kernel
     assert isinstance(source, CudaSource)
-    (folder / "kernel.cpp").write_text(_translated(source, run, header))
     numbers = {**dict(source.constants), "SHARED": source.shared, "LAUNCHED": source.threads}
-    macros = [f"-D{name}={value}" for name, value in numbers.items()]
-    # Libraries of one process would share their inline variables.
-    flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{Path(__file__).parent}"]
-    command = ["g++", *flags, *macros]
-    subprocess.run([*command, "kernel.cpp", "-o", "x.so"], cwd=folder, check=True)
+    return compiled(_translated(source, run, header), numbers, folder)
+
+
+def compiled(text: str, macros: Mapping[str, int | str], folder: Path, *included: Path) -> Any:
+    """The library of C++ ``text``, made in ``folder``; ``included``: its headers' folders beside this one."""
+    defined = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    (folder / "kernel.cpp").write_text(defined + text)
+    standard = Path(_standard_headers().name) / "standard.h"
+    folders = [f"-I{path}" for path in (HERE, *included)]
+    command = ["g++", *FLAGS, "-shared", *folders, "-include", standard, "kernel.cpp", "-o", "x.so"]
+    subprocess.run(command, cwd=folder, check=True)
     return C.CDLL(str(folder / "x.so"))
+
+
+@functools.cache
+def _standard_headers() -> tempfile.TemporaryDirectory[str]:
+    """A folder with a precompiled ``standard.h``, what ``cuda_on_cpu.h`` includes: a third of a compile.
+
+    Macros come after it: SHARED means something to the C library's headers.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="pelton-standard-")
+    includes = re.findall(r"^#include <.*>\n", (HERE / "cuda_on_cpu.h").read_text(), re.M)
+    (Path(folder.name) / "standard.h").write_text("".join(includes))
+    command = ["g++", *FLAGS, "-x", "c++-header", "standard.h", "-o", "standard.h.gch"]
+    subprocess.run(command, cwd=folder.name, check=True)
+    return folder
 
 
 def _translated(source: CudaSource, run: str, header: str) -> str:

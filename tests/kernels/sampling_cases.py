@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes as C
 import functools
 import importlib
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.kernels.cuda_on_cpu import compiled
 
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import KernelSource
@@ -58,16 +58,9 @@ class OnCpu:
                 f"{{ return run(blocks, n, [&] {{ {name}({casts}); }}); }}\n"
             )
         text = text.replace("template <class F> int run", ANY + "template <class F> int run", 1)
+        included = (nvrtc.KERNELS / source.file).parent
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "x.cpp").write_text(text)
-            macros = [f"-D{name}={value}" for name, value in source.constants]
-            folders = (Path(__file__).parent, (nvrtc.KERNELS / source.file).parent)
-            macros += [f"-I{folder}" for folder in folders]
-            # Libraries of one process would share their inline variables.
-            flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique"]
-            command = ["g++", *flags, *macros]
-            subprocess.run([*command, "x.cpp", "-o", "x.so"], cwd=folder, check=True)
-            self._library = C.CDLL(f"{folder}/x.so")
+            self._library = compiled(text, dict(source.constants), Path(folder), included)
 
     def __call__(self, blocks: int, kind: int, arrays: dict[str, np.ndarray]) -> None:
         n = len(arrays["tokens"])

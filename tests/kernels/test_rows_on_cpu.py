@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes as C
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from tests.kernels.cuda_on_cpu import compiled  # noqa: E402
 
 from pelton.ir import group_blocks  # noqa: E402
 from pelton.ir.group_encoder import encode  # noqa: E402
@@ -65,12 +66,8 @@ def translated(file: str) -> str:
 
 
 def library(source: CudaSource, folder: Path) -> Any:
-    (folder / "rows.cpp").write_text(translated(source.file))
-    macros = [f"-D{name}={value}" for name, value in source.constants]
-    macros.append(f"-DEIGHT={int(source.file == hopper.FILE_8)}")
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{Path(__file__).parent}", *macros]
-    subprocess.run(["g++", *options, "rows.cpp", "-o", "x.so"], cwd=folder, check=True)
-    return C.CDLL(str(folder / "x.so"))
+    macros = {**dict(source.constants), "EIGHT": int(source.file == hopper.FILE_8)}
+    return compiled(translated(source.file), macros, folder)
 
 
 def encoded(wanted: TensorMap, address: int) -> Any:
