@@ -28,7 +28,9 @@ def main() -> None:
     write_tokenizer(folder / "model", chat_template=False)
     recipe = RECIPES[sys.argv[3]]
     if recipe.calibrated:
-        recipe = with_fields(recipe, calibration=Calibration(sequences=4, length=int(sys.argv[4])))
+        text = Calibration(sequences=4, length=int(sys.argv[4]))
+        # AWQ's exponent is given: a search tries twenty, each in the same memory.
+        recipe = with_fields(recipe, calibration=text, alpha=0.5 if recipe.scaling == "awq" else None)
     before = anonymous_bytes()
     with PeakMemory() as peak:
         report = quantize(folder / "model", recipe, folder / "small")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,10 +20,14 @@ needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler"
 )
 
+C_TACTIC = '@pelton.tactic("my::swish_norm", source=C_SOURCE, priority=20)'
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PELTON_CACHE", str(tmp_path / "pelton-cache"))
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PELTON_CACHE", str(tmp_path_factory.mktemp("pelton-cache")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +40,42 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@needs_compiler
-def test_code_runs_where_the_engine_was_built_or_is_trusted(tmp_path: Path, checkpoint: Path) -> None:
-    package, engine = install(tmp_path / "site"), tmp_path / "swish.engine"
-    code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
+@dataclass(frozen=True)
+class Built:
+    """An engine, and the package whose model and tactics it has."""
+
+    engine: Path
+    package: Path
+
+
+def build(folder: Path, checkpoint: Path, **replacements: str) -> Built:
+    """By default order: timed, NumPy may win in large steps."""
+    built = Built(folder / "swish.engine", install(folder / "site", **replacements))
+    code, out, err = pelton("build", checkpoint, "-o", built.engine, "--no-timing", path=built.package)
     assert code == 0, out + err
+    return built
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Built:
+    """The page's package as it is."""
+    return build(tmp_path_factory.mktemp("page"), checkpoint)
+
+
+@pytest.fixture(scope="module")
+def in_python(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Built:
+    """Its tactic in C left out."""
+    return build(tmp_path_factory.mktemp("python"), checkpoint, **{C_TACTIC: ""})
+
+
+@needs_compiler
+def test_code_runs_where_the_engine_was_built_or_is_trusted(tmp_path: Path, page: Built) -> None:
     elsewhere = str(tmp_path / "another-users-cache")
-    code, out, err = pelton("run", engine, "hello", PELTON_CACHE=elsewhere)
+    code, out, err = pelton("run", page.engine, "hello", PELTON_CACHE=elsewhere)
     assert code == 2, out + err
     assert re.search(r"carries code \(compiled/\w+\.so.*--trust", re.sub(r"\s+", " ", err)), err
-    code, out, err = pelton("run", engine, "hello", "--trust", "--max-tokens", 2, PELTON_CACHE=elsewhere)
+    code, out, err = pelton("run", page.engine, "hello", "--trust", "--max-tokens", 2, PELTON_CACHE=elsewhere)
     assert code == 0, out + err
-
-
-C_TACTIC = '@pelton.tactic("my::swish_norm", source=C_SOURCE, priority=20)'
 
 
 def tactics_of(engine: Path) -> set[str]:
@@ -75,11 +102,8 @@ print("error", error)
 
 
 @needs_compiler
-def test_the_pages_package_is_built_and_run_from_the_command_line(tmp_path: Path, checkpoint: Path) -> None:
-    package, engine = install(tmp_path / "site"), tmp_path / "swish.engine"
-    # By default order: timed, NumPy may win in large steps.
-    code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
-    assert code == 0, out + err
+def test_the_pages_package_is_built_and_run_from_the_command_line(tmp_path: Path, page: Built) -> None:
+    package, engine = page.package, page.engine
     assert tactics_of(engine) == {"my_swish.ops:swish_norm_c"}
     (library,) = (engine / "compiled").iterdir()
     manifest = json.loads((engine / "manifest.json").read_text())
@@ -114,11 +138,8 @@ def test_tactics_from_outside_are_timed_beside_each_other(tmp_path: Path, checkp
         assert row["tactic"] != "my::swish_norm.reference"
 
 
-def test_a_python_tactic_runs_in_the_engine_and_needs_its_package(tmp_path: Path, checkpoint: Path) -> None:
-    package = install(tmp_path / "site", **{C_TACTIC: ""})
-    engine = tmp_path / "swish.engine"
-    code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
-    assert code == 0, out + err
+def test_a_python_tactic_runs_in_the_engine_and_needs_its_package(in_python: Built) -> None:
+    package, engine = in_python.package, in_python.engine
     assert tactics_of(engine) == {"my_swish.ops:swish_norm_numpy"}
     plan = json.loads((engine / "plan.json").read_text())
     assert plan["external"]["my_swish.ops:swish_norm_numpy"] == {
@@ -215,14 +236,8 @@ with Session(sys.argv[1], runner="native", kv_blocks=64, threads=2) as session:
 """
 
 
-def test_an_exception_in_a_python_tactic_ends_the_step_with_one_sentence(
-    tmp_path: Path, checkpoint: Path
-) -> None:
-    package = install(tmp_path / "site", **{C_TACTIC: ""})
-    engine = tmp_path / "swish.engine"
-    code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
-    assert code == 0, out + err
-    code, out, err = python(FAIL, engine, path=package)
+def test_an_exception_in_a_python_tactic_ends_the_step_with_one_sentence(in_python: Built) -> None:
+    code, out, err = python(FAIL, in_python.engine, path=in_python.package)
     assert code == 0, err
     assert re.match(
         r"model.layers.0.mlp.swish_norm \(my::swish_norm\): the Python tactic "
@@ -231,16 +246,10 @@ def test_an_exception_in_a_python_tactic_ends_the_step_with_one_sentence(
     ), out
 
 
-def test_two_builds_with_c_tactics_are_the_same_bytes(tmp_path: Path, checkpoint: Path) -> None:
-    package = install(tmp_path / "site")
-    manifests: list[Any] = []
-    for name in ("a", "b"):
-        engine = tmp_path / name / "swish.engine"
-        engine.parent.mkdir()
-        code, out, err = pelton("build", checkpoint, "-o", engine, "--no-timing", path=package)
-        assert code == 0, out + err
-        manifests.append(json.loads((engine / "manifest.json").read_text()))
-    assert manifests[0] == manifests[1]
+def test_two_builds_with_c_tactics_are_the_same_bytes(tmp_path: Path, checkpoint: Path, page: Built) -> None:
+    again = build(tmp_path, checkpoint)
+    one, other = (json.loads((e / "manifest.json").read_text()) for e in (page.engine, again.engine))
+    assert one == other
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ def memory(folder: Path, layers: int, recipe: str, shape: dict[str, Any] = SHAPE
     folder.mkdir()
     config = json.dumps(shape | {"num_hidden_layers": layers})
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    env |= {f"MALLOC_{name}_THRESHOLD_": str(1 << 20) for name in ("MMAP", "TRIM")}  # what is freed goes back
     command = [sys.executable, "-m", "tests.builder.quantising_run", str(folder), config, recipe, str(length)]
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -38,9 +39,9 @@ def memory(folder: Path, layers: int, recipe: str, shape: dict[str, Any] = SHAPE
 
 
 @pytest.mark.parametrize("recipe", ["int4", "awq-gptq-int4"])
-def test_six_more_layers_take_no_more_memory(recipe: str, tmp_path: Path) -> None:
-    few, many = memory(tmp_path / "a", 2, recipe), memory(tmp_path / "b", 8, recipe)
-    assert many < few + LAYER, f"{few / LAYER:.1f} and {many / LAYER:.1f} layers"
+def test_three_more_layers_take_no_more_memory(recipe: str, tmp_path: Path) -> None:
+    few, many = memory(tmp_path / "a", 2, recipe), memory(tmp_path / "b", 5, recipe)
+    assert many < few + LAYER / 2, f"{few / LAYER:.1f} and {many / LAYER:.1f} layers"
 
 
 @pytest.mark.slow
