@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,8 @@ def available() -> bool:
     return True
 
 
-def compile_file(file: str, architecture: str, constants: Iterable[tuple[str, int]]) -> bytes:
+@functools.lru_cache(maxsize=4)  # kernels of one file follow each other
+def compile_file(file: str, architecture: str, constants: tuple[tuple[str, int], ...]) -> bytes:
     """The cubin of ``file`` (below ``pelton/kernels``) for ``architecture`` (sm_90a); ``constants``: macros.
 
     For a virtual architecture (compute_80) its PTX, which engines do not have.
