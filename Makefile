@@ -56,11 +56,14 @@ quickstart: $(VENV)/.installed $(SMOLLM2)
 
 TEST_ENV := PELTON_SMOLLM2_GGUF=$(abspath $(SMOLLM2)) PELTON_GEMMA3_GGUF=$(abspath $(GEMMA3)) OMP_NUM_THREADS=1
 
+# Two processes; a file's tests stay in one, with what they share. `pytest` by hand is one process.
+PYTEST := $(TEST_ENV) $(PY) -m pytest -n 2 --dist loadfile
+
 test: $(VENV)/.installed-dev $(SMOLLM2) $(GEMMA3) lint
-	$(TEST_ENV) $(PY) -m pytest
+	$(PYTEST)
 
 test-all: $(VENV)/.installed-dev $(SMOLLM2) $(GEMMA3) lint
-	$(TEST_ENV) $(PY) -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 test-gpu:
 	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m "gpu and not slow" -vv --tb=short --durations=10 -rfE tests/gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -43,10 +44,12 @@ def smollm2_engine(smollm2_gguf: Path, pytestconfig: pytest.Config) -> Path:
                 digest.update(source.read_bytes())
     assert pytestconfig.cache is not None
     engine = pytestconfig.cache.mkdir("pelton-engines") / f"smollm2-{digest.hexdigest()[:16]}.engine"
-    if not engine.exists():
-        for old in engine.parent.glob("smollm2-*.engine"):
-            shutil.rmtree(old)
-        build_engine(smollm2_gguf, BuildConfig(), engine)
+    with (engine.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest may run in several processes
+        if not engine.exists():
+            for old in engine.parent.glob("smollm2-*.engine"):
+                shutil.rmtree(old)
+            build_engine(smollm2_gguf, BuildConfig(), engine)
     return engine
 
 

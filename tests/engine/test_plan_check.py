@@ -194,6 +194,6 @@ def test_the_check_does_not_slow_opening(tiny_engine: Path) -> None:
     engine = open_engine(tiny_engine)
     import time
 
-    started = time.perf_counter()
+    started = time.process_time()
     check_plan(engine.plan, engine.config, engine.weights.meta)
-    assert time.perf_counter() - started < 0.05
+    assert time.process_time() - started < 0.05

@@ -112,9 +112,9 @@ def test_time_is_linear(smollm2_tokenizer: Tokenizer) -> None:
     piece = smollm2_tokenizer.encode("🎉", add_special_tokens=False)[0]
 
     def seconds(n: int) -> float:
-        started = time.perf_counter()
+        started = time.process_time()
         stream(smollm2_tokenizer, [piece] * n)
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     seconds(1000)
-    assert min(seconds(40_000) for _ in range(3)) < 40 * min(seconds(4_000) for _ in range(3))
+    assert seconds(40_000) < 40 * min(seconds(4_000) for _ in range(3))

@@ -245,9 +245,9 @@ def test_greedy_without_parameters_costs_about_an_argmax() -> None:
     def seconds(function: Any) -> float:
         best = np.inf
         for _ in range(20):
-            started = time.perf_counter()
+            started = time.process_time()
             function()
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.process_time() - started)
         return float(best)
 
     assert seconds(lambda: sample(logits, sequences)) < 3 * seconds(lambda: logits.argmax(axis=1)) + 1e-3
