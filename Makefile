@@ -16,7 +16,7 @@ ENGINE := .cache/smollm2.engine
 
 help:
 	@echo "make quickstart   install, fetch a small real model, build it, ask it a question"
-	@echo "make test         the test suite (about ten minutes on two cores)"
+	@echo "make test         the test suite, in two processes (some minutes on two cores)"
 	@echo "make test-all     the heavy sweeps too"
 	@echo "make test-gpu     tests that need an NVIDIA GPU (minutes; PyTorch, Triton and pytest of python3)"
 	@echo "make test-gpu-all  with a real model too (PELTON_SMOLLM2_GGUF=FILE)"
