@@ -57,6 +57,7 @@ PARTS: tuple[tuple[Any, str], ...] = (
     (validate.BatchChecker, "check"),
     (runner.CudaRunner, "submit"),
     (inputs.DeviceInputs, "stage"),
+    (sampler.DeviceSampler, "give"),
     (driver.Graph, "launch"),
     (sampler.DeviceSampler, "sample"),
     (edits.DeviceEdits, "before"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -15,25 +14,14 @@ from pelton.kernels.gpu.null import NullLibrary, null_gpu
 MOST = {"T": 4096, "B": 48, "N": 48}
 
 
-@dataclass
-class Steps:
-    """What was put into the stream, one by one or in a capture."""
-
-    runs: list[tuple[int, int, int, bool]] = field(default_factory=list)
-
-    def __call__(self, dims: Mapping[str, int], decode: bool) -> None:
-        assert dims["B+1"] == dims["B"] + 1
-        self.runs.append((dims["T"], dims["B"], dims["N"], decode))
-
-
 @pytest.fixture
 def null() -> Iterator[NullLibrary]:
     with null_gpu() as library:
         yield library
 
 
-def made(steps: Steps, most: Mapping[str, int] = MOST) -> StepGraphs:
-    return StepGraphs(most, Stream(), steps)
+def made(most: Mapping[str, int] = MOST) -> StepGraphs:
+    return StepGraphs(most, Stream())
 
 
 def sizes(tokens: int, sequences: int, rows: int) -> dict[str, int]:
@@ -64,11 +52,11 @@ def test_sizes_of_decode_steps_end_with_the_largest() -> None:
 def test_a_step_is_padded_to_sizes_that_come_again(
     null: NullLibrary, step: dict[str, int], decode: bool, padded: Padded | None
 ) -> None:
-    assert made(Steps()).padded(step, decode=decode) == padded
+    assert made().padded(step, decode=decode) == padded
 
 
 def test_every_small_step_fits_into_what_it_is_padded_to(null: NullLibrary) -> None:
-    every = made(Steps(), {"T": 160, "B": 20, "N": 20})
+    every = made({"T": 160, "B": 20, "N": 20})
     for tokens in range(1, 170):
         for sequences in range(1, min(tokens, 20) + 1):
             for rows in {0, 1, sequences}:
@@ -81,30 +69,40 @@ def test_every_small_step_fits_into_what_it_is_padded_to(null: NullLibrary) -> N
 
 
 def test_decode_steps_are_captured_at_once_and_others_when_they_come_again(null: NullLibrary) -> None:
-    steps = Steps()
-    own = made(steps)
+    own, runs = made(), list[str]()
     decode, mixed = Padded(4, 4, 4, decode=True), Padded(16, 2, 2, decode=False)
     for _ in range(3):
-        own.launch(decode)
-    assert steps.runs == [(4, 4, 4, True)]
-    steps.runs.clear()
-    own.launch(mixed)
+        own.decode(decode, 0, True, lambda: runs.append("decode"))
+    assert runs == ["decode"]
+    runs.clear()
+    own.mixed(mixed, lambda: runs.append("mixed"))
     assert own._mixed[mixed] is None
-    own.launch(mixed)
+    own.mixed(mixed, lambda: runs.append("captured"))
     graph = own._mixed[mixed]
     assert graph is not None
-    own.launch(mixed)
+    own.mixed(mixed, lambda: runs.append("again"))
     assert own._mixed[mixed] is graph
-    assert steps.runs == [(16, 2, 2, False)] * 2, "as it is, then into the graph"
+    assert runs == ["mixed", "captured"], "as it is, then into the graph"
     own.close()
+
+
+def test_decode_steps_have_a_graph_for_each_slot_and_for_what_follows(null: NullLibrary) -> None:
+    """Addresses of the slot, and the sampler's kernel, are in it."""
+    own, runs = made(), list[tuple[int, bool]]()
+    size = Padded(4, 4, 4, decode=True)
+    for slot, scans in ((0, True), (1, True), (0, True), (1, False), (1, True), (1, False)):
+        own.decode(size, slot, scans, lambda now=(slot, scans): runs.append(now))  # type: ignore[misc]
+    assert runs == [(0, True), (1, True), (1, False)]
+    own.close()
+    assert not own._decodes
 
 
 def test_the_graphs_that_were_used_last_are_kept(null: NullLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_MOST_MIXED", 2)
-    own = made(Steps())
+    own = made()
     one, two, three = (Padded(8 * i, 1, 1, decode=False) for i in (1, 2, 3))
     for padded in (one, one, two, one, three):
-        own.launch(padded)
+        own.mixed(padded, lambda: None)
     assert list(own._mixed) == [one, three]
     own.close()
     assert not own._mixed

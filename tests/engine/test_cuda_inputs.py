@@ -38,11 +38,11 @@ class Kernel:
         self._values = values
 
     def run(self, stream: object, programs: int) -> None:
-        packed, inputs, sampled, n, ids, pairs = (v.value for v in self._values)
-        self.pairs = pairs
+        packed, inputs, sampled, n, ids = (v.value for v in self._values)
         host, device = (np.ctypeslib.as_array((C.c_int32 * 512).from_address(a)) for a in (packed, inputs))
         tokens = np.ctypeslib.as_array((C.c_int32 * SEQUENCES).from_address(sampled))
-        stage_reference(host, device, tokens, n, ids, pairs)
+        stage_reference(host, device, tokens, n, ids)
+        self.pairs = host[0]
 
 
 class Device:
@@ -56,9 +56,9 @@ class Device:
 
     def stage(self, batch: InputBatch, dims: dict[str, int] | None = None) -> int:
         """-> entries of block tables that were sent."""
-        self.inputs.stage(
-            batch, dims or step_dims(batch), next(self.hosts), self.stream, decode=decodes(batch)
-        )
+        sizes, host = dims or step_dims(batch), next(self.hosts)
+        self.inputs.stage(batch, sizes, host, decode=decodes(batch))
+        self.inputs.lay_out(sizes, host, self.stream)
         return int(self.kernel.pairs)
 
     def there(self, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -144,7 +144,8 @@ def test_random_traffic_takes_no_memory_once_it_is_warm(engine: Path, gpu: NullL
         if step >= 200:  # graphs of steps with prompts still come, up to a bound of their own
             held.append((len(gpu._memory), made.total() - made["cuGraphInstantiateWithFlags"]))
     assert len(set(held)) == 1, sorted(set(held))
-    assert made["cuGraphInstantiateWithFlags"] <= _MOST_MIXED + len(decode_sizes(40))
+    # Of a decode step one for each slot, with the sampler's scan or without.
+    assert made["cuGraphInstantiateWithFlags"] <= _MOST_MIXED + 4 * len(decode_sizes(40))
     executor.close()
     assert [pool.num_used for pool in executor.kv.pools] == [0]
     session.close()

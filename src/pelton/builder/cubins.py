@@ -206,6 +206,11 @@ class CodeWriter:
                 for by_tactic in self.launches
             ),
             step_kernels={name: index[source] for name, source in self._step_kernels().items()},
+            dependent=tuple(
+                name
+                for name, source in self._step_kernels().items()
+                if source.dependent and self.sm >= _DEPENDENT_SM
+            ),
         )
 
 

@@ -107,7 +107,7 @@ class CudaSource:
     suffix: str = ""
     """``a`` for instructions of one architecture alone (sm_90a)."""
     dependent: bool = False
-    """As ``KernelSource.dependent``; such a kernel is for compute capability 9.0 and later."""
+    """As ``KernelSource.dependent``: on compute capability 9.0 and later it waits itself."""
 
 
 Source = KernelSource | CudaSource

@@ -76,3 +76,5 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     launches: tuple[dict[str, Variants], ...]
     step_kernels: dict[str, int]
     """By name, the kernels that bring a step's inputs in and take tokens from its logits."""
+    dependent: tuple[str, ...] = ()
+    """Those of them that can be launched while the kernel before them runs: they wait for it themselves."""

@@ -1,5 +1,9 @@
 """CUDA graphs of steps, padded to sizes that come again: decode steps, and small steps with prompts in them.
 
+A decode step's graph has all of the step, from its inputs to its tokens, so that its kernels overlap from
+the first to the last: one for each place that inputs are staged in, with the sampler's first kernel and
+without. Of others it has the network alone, beside which the ends are nothing.
+
 A graph is captured where a step asks for it: of decode steps the first of its sizes; of others the second,
 since there are many sizes and a capture takes as long as the launches that it saves. Of those the latest
 used are kept. What a step is padded with: sequences of one token (decode) or of none (others), which have no
@@ -51,14 +55,13 @@ class Padded:
 
 
 class StepGraphs:
-    """Graphs of steps whose dimensions are at most ``most``; ``run`` puts a step's work into ``stream``."""
+    """Graphs of steps whose dimensions are at most ``most``, of what functions put into ``stream``."""
 
-    def __init__(
-        self, most: Mapping[str, int], stream: Stream, run: Callable[[Mapping[str, int], bool], None]
-    ) -> None:
-        self._most, self._stream, self._run = most, stream, run
+    def __init__(self, most: Mapping[str, int], stream: Stream) -> None:
+        self._most, self._stream = most, stream
         self._decode_sizes = decode_sizes(min(most["B"], most["N"]))
-        self._decodes: dict[Padded, Graph] = {}
+        self._decodes: dict[tuple[Padded, int, bool], Graph] = {}
+        """By size, slot, and whether tokens are taken."""
         self._mixed: OrderedDict[Padded, Graph | None] = OrderedDict()
         """None: seen once."""
 
@@ -76,20 +79,22 @@ class StepGraphs:
         fits = tokens <= _LARGEST_MIXED and all(found.dims[d] <= self._most[d] for d in ("T", "B", "N"))
         return found if fits else None
 
-    def launch(self, padded: Padded) -> None:
-        """Run a step of these sizes, whose inputs are in place."""
-        if padded.decode:
-            if padded not in self._decodes:
-                self._decodes[padded] = self._captured(padded)
-            self._decodes[padded].launch(self._stream)
-            return
+    def decode(self, padded: Padded, slot: int, scans: bool, run: Callable[[], None]) -> None:
+        """A decode step of these sizes, all of it: ``run`` puts it into the stream."""
+        graph = self._decodes.get((padded, slot, scans))
+        if graph is None:
+            graph = self._decodes[padded, slot, scans] = self._captured(run)
+        graph.launch(self._stream)
+
+    def mixed(self, padded: Padded, run: Callable[[], None]) -> None:
+        """The network of another step of these sizes, whose inputs are in place."""
         if padded not in self._mixed:
             self._mixed[padded] = None
-            self._run(padded.dims, False)
+            run()
         else:
             graph = self._mixed[padded]
             if graph is None:
-                graph = self._mixed[padded] = self._captured(padded)
+                graph = self._mixed[padded] = self._captured(run)
             graph.launch(self._stream)
         self._mixed.move_to_end(padded)
         if len(self._mixed) > _MOST_MIXED:
@@ -98,9 +103,9 @@ class StepGraphs:
                 self._stream.wait()  # it may be running
                 graph.close()
 
-    def _captured(self, padded: Padded) -> Graph:
+    def _captured(self, run: Callable[[], None]) -> Graph:
         with capture(self._stream) as captured:
-            self._run(padded.dims, padded.decode)
+            run()
         assert captured.graph is not None
         return captured.graph
 

@@ -1,5 +1,8 @@
 """A step's inputs on the GPU: fixed places, filled by one kernel, padded up to a graph's sizes.
 
+``stage`` writes a step into page-locked memory, ``lay_out`` launches the kernel, whose arguments are the same
+in all steps of one size: a graph can have it.
+
 Of block tables only what has changed is sent: the host remembers what the device has. Hot.
 """
 
@@ -17,7 +20,7 @@ from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.plan import Dim, Plan
 from pelton.engine.shards import align
 from pelton.kernels.gpu.driver import Memory, PinnedMemory, Stream
-from pelton.kernels.stage.cuda import BLOCK, SEGMENTS
+from pelton.kernels.stage.cuda import HEADER, SEGMENTS, stage_programs
 
 Int32 = npt.NDArray[np.int32]
 
@@ -28,8 +31,8 @@ class _Staged:
 
     run: DecodeRun | None
     dims: Mapping[str, int]
-    n: int
-    """Header and values."""
+    counts: Int32
+    """How many ``pairs`` there are."""
     positions_B: Int32
     seq_lens_B: Int32
     slots_GB: list[Int32]
@@ -46,6 +49,8 @@ class DeviceInputs:
     def __init__(self, plan: Plan, block_size: int) -> None:
         self._block_size = block_size
         offsets, total, values, pairs = {}, 0, 0, 0
+        self._sizes: list[Dim] = []
+        """Of all inputs but block tables."""
         tables: dict[str, tuple[int, ...]] = {}
         for b in plan.buffers:
             if b.kind == "input":
@@ -58,8 +63,9 @@ class DeviceInputs:
                     pairs += size
                 else:
                     values += size
+                    self._sizes.append(b.shape[0])
         self._offsets = offsets
-        self.nbytes = 4 * (2 * SEGMENTS + values + 2 * pairs)
+        self.nbytes = 4 * (HEADER + values + 2 * pairs)
         self.memory = Memory(total)
         self.addresses = {name: self.memory.address + 4 * offset for name, offset in offsets.items()}
         groups = len(tables)
@@ -70,7 +76,7 @@ class DeviceInputs:
         self._values = sorted((n for n in offsets if n not in tables), key=offsets.__getitem__)
         assert self._values[0] == "input_ids"
         self._range: Int32 = np.arange(plan.dims["B"] + 1, dtype=np.int32)
-        self._n, self._ids, self._pairs = C.c_int32(), C.c_int32(), C.c_int32()
+        self._n, self._ids = C.c_int32(), C.c_int32()
         self._run: DecodeRun | None = None
         """That of the step staged last."""
         self._staged: dict[int, _Staged] = {}
@@ -85,12 +91,18 @@ class DeviceInputs:
         self._packed = C.c_uint64()
         self._kernel = kernel
         addresses = C.c_uint64(self.memory.address), C.c_uint64(sampled)
-        kernel.bind([self._packed, *addresses, self._n, self._ids, self._pairs])
+        kernel.bind([self._packed, *addresses, self._n, self._ids])
 
-    def stage(
-        self, batch: InputBatch, dims: Mapping[str, int], host: PinnedMemory, stream: Stream, *, decode: bool
-    ) -> None:
-        """Put ``batch`` through ``host`` (``nbytes`` of it) into place, padded to ``dims``.
+    def lay_out(self, dims: Mapping[str, int], host: PinnedMemory, stream: Stream) -> None:
+        """Bring what is staged in ``host``, a step of ``dims``, to its places."""
+        values = sum(size if isinstance(size, int) else dims[size] for size in self._sizes)
+        self._n.value, self._ids.value = values, dims["T"]
+        self._packed.value = host.address
+        pairs = dims["B"] * sum(table.shape[1] for table in self._tables)
+        self._kernel.run(stream, stage_programs(values, pairs))
+
+    def stage(self, batch: InputBatch, dims: Mapping[str, int], host: PinnedMemory, *, decode: bool) -> None:
+        """Put ``batch`` into ``host`` (``nbytes`` of it), padded to ``dims``.
 
         Sequences that it is padded with have one token each where it is a ``decode`` step, else none.
         """
@@ -104,11 +116,8 @@ class DeviceInputs:
             self._staged.pop(host.address, None)
             if again:  # of a run's first step the token ids change too
                 self._staged[host.address] = staged
-        n, pairs = staged.n, self._begun(batch, staged.pairs) if again else self._changes(batch, staged.pairs)
+        staged.counts[0] = self._begun(batch, staged.pairs) if again else self._changes(batch, staged.pairs)
         self._run = batch.run
-        self._n.value, self._ids.value, self._pairs.value = n - 2 * SEGMENTS, dims["T"], pairs
-        self._packed.value = host.address
-        self._kernel.run(stream, -(-max(n, pairs) // BLOCK))
 
     def _place(
         self, batch: InputBatch, dims: Mapping[str, int], whole: Int32, at: Mapping[str, int]
@@ -119,7 +128,7 @@ class DeviceInputs:
         return _Staged(
             run=batch.run,
             dims=dict(dims),
-            n=at["end"],
+            counts=whole[:1],
             positions_B=whole[at["positions"] :][:rows],
             seq_lens_B=whole[at["seq_lens"] :][:rows],
             slots_GB=[whole[start : start + rows] for start in slots],
@@ -157,7 +166,7 @@ class DeviceInputs:
 
     def _pack(self, batch: InputBatch, dims: Mapping[str, int], whole: Int32, decode: bool) -> dict[str, int]:
         """Header and values -> where each input begins, and the ``end``."""
-        at, first = 2 * SEGMENTS, batch.groups[0]
+        at, first = HEADER, batch.groups[0]
         starts, shifts = [], []
         places = {}
         for name in self._values:
@@ -179,16 +188,17 @@ class DeviceInputs:
                 case _:
                     raise AssertionError(name)
             places[name] = at
-            starts.append(at - 2 * SEGMENTS)
+            starts.append(at - HEADER)
             shifts.append(self._offsets[name] - starts[-1])
             end = at + len(array)
             whole[at:end] = array
             at += wanted
             if at > end:
                 whole[end:at] = padding
-        whole[: len(starts)] = starts
-        whole[len(starts) : SEGMENTS] = np.iinfo(np.int32).max
-        whole[SEGMENTS : SEGMENTS + len(shifts)] = shifts
+        segments: Int32 = whole[HEADER - 2 * SEGMENTS : HEADER]
+        segments[: len(starts)] = starts
+        segments[len(starts) : SEGMENTS] = np.iinfo(np.int32).max
+        segments[SEGMENTS : SEGMENTS + len(shifts)] = shifts
         places["end"] = at
         return places
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pelton.engine.cuda.code import Code
 from pelton.errors import EngineError
-from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, launch
+from pelton.kernels.gpu.driver import Function, LaunchConfig, Stream, dependent_launch, launch
 
 
 class EngineKernel:
@@ -24,6 +24,7 @@ class EngineKernel:
         self._config.block[:] = (kernel.threads, 1, 1)
         self._config.shared = kernel.shared
         self._launched: tuple[int, int, Stream] | None = None
+        self._dependent = dependent_launch() if name in code.dependent else None
 
     def bind(self, values: Sequence[Any]) -> None:
         """Its arguments: C numbers, read at each launch. Raises ``EngineError`` where it takes others."""
@@ -36,12 +37,17 @@ class EngineKernel:
             )
         self._parameters = (C.c_void_p * len(self._values))(*map(C.addressof, self._values))
 
-    def run(self, stream: Stream, programs: int, more: int = 1) -> None:
-        """Launch ``programs`` x ``more`` of them."""
+    def run(self, stream: Stream, programs: int, more: int = 1, *, dependent: bool = False) -> None:
+        """Launch ``programs`` x ``more`` of them; ``dependent``: while the kernel before runs, if it can."""
         if self._launched != (programs, more, stream):  # as a rule it is as in the step before
             self._config.grid[:] = (programs, more, 1)
             self._config.stream = stream.handle
             self._launched = programs, more, stream
+        if dependent and self._dependent is not None:
+            self._config.attributes, self._config.n_attributes = C.pointer(self._dependent), 1
+            launch(self._config, self._function.handle, self._parameters)
+            self._config.n_attributes = 0
+            return
         launch(self._config, self._function.handle, self._parameters)
 
     def close(self) -> None:

@@ -129,11 +129,7 @@ class CudaRunner:
         self._stage = EngineKernel(code, root, "stage")
         self._inputs.bind(self._stage, self._sampler.tokens_address)
         self._host_logits: PinnedMemory | None = None
-        self._graphs = StepGraphs(
-            plan.dims,
-            self._stream,
-            lambda dims, decode: self._launcher.run(self._stream, dims, decodes=decode, which=self._network),
-        )
+        self._graphs = StepGraphs(plan.dims, self._stream)
         self._last: _Step | None = None
         self._producer = {
             plan.operands[o].buffer: i for i, ins in enumerate(plan.instructions) for o in ins.outputs
@@ -157,7 +153,7 @@ class CudaRunner:
         slot = self._begin()
         taken: dict[str, npt.NDArray[np.generic]] = {}
         take = self._taker(outputs, step_dims(batch), taken) if outputs else None
-        rows = self._launch(batch, slot, take, float32=True)
+        rows = self._launch(batch, slot, take, scans=False)
         logits = self._logits(rows)
         assert self._host_logits is not None
         self._stream.copy_out(self._host_logits.address, self._logits_address, logits.nbytes)
@@ -172,9 +168,13 @@ class CudaRunner:
         first row. At most two steps are in flight: the caller takes a step's tokens before the next but one.
         """
         slot = self._begin()
-        rows = self._launch(batch, slot, None, float32=self._sampler.wants_float32(sampling))
+        rows = len(batch.logits_indices_N)
         if rows:
-            self._sampler.sample(self._stream, sampling, rows, slot)
+            self._sampler.give(self._stream, sampling, rows, slot)
+        scans = bool(rows) and not self._sampler.wants_float32(sampling)
+        self._launch(batch, slot, None, scans=scans)
+        if rows:
+            self._sampler.sample(self._stream, sampling, rows, slot, scanned=scans)
         self._end(slot)
         wanted = rows and sampling.logprobs_N is not None
         return PendingTokens(slot, rows, self._sampler.edits if wanted else None)
@@ -190,23 +190,42 @@ class CudaRunner:
         slot.used = True
 
     def _launch(
-        self, batch: InputBatch, slot: Slot, after: Callable[[int], None] | None, *, float32: bool
+        self, batch: InputBatch, slot: Slot, after: Callable[[int], None] | None, *, scans: bool
     ) -> int:
-        """Put a step into the stream -> rows of logits. ``float32``: whether somebody reads them as such."""
+        """Put a step into the stream -> rows of logits.
+
+        ``scans``: the sampler's scan with it, which reads the network's logits; else there are float32 ones.
+        """
         step = self._last
         if step is None or batch.run is None or batch.run is not step.run:
             self._last = step = self._step(batch, graphs=after is None)
-        self._inputs.stage(batch, step.dims, slot.inputs, self._stream, decode=step.decodes)
+        self._inputs.stage(batch, step.dims, slot.inputs, decode=step.decodes)
         if after is not None:
+            self._inputs.lay_out(step.dims, slot.inputs, self._stream)
             self._launcher.run(self._stream, step.dims, after, decodes=step.decodes)
             return step.rows
-        if step.padded is not None:
-            self._graphs.launch(step.padded)
+        if step.padded is not None and step.padded.decode:
+            self._graphs.decode(step.padded, slot.index, scans, lambda: self._put(step, slot, scans))
+        elif step.padded is not None:
+            self._inputs.lay_out(step.dims, slot.inputs, self._stream)
+            self._graphs.mixed(step.padded, lambda: self._run_network(step))
+            if scans:
+                self._sampler.scan(self._stream, step.rows, slot)
         else:
-            self._launcher.run(self._stream, step.dims, decodes=step.decodes, which=self._network)
-        if float32 and self._network.stop is not None:
+            self._put(step, slot, scans)
+        if not scans and self._network.stop is not None:
             self._launcher.run(self._stream, step.dims, decodes=step.decodes, which=slice(-1, None))
         return step.rows
+
+    def _put(self, step: _Step, slot: Slot, scans: bool) -> None:
+        """A step's kernels into the stream, from its inputs to its tokens or logits."""
+        self._inputs.lay_out(step.dims, slot.inputs, self._stream)
+        self._run_network(step)
+        if scans:
+            self._sampler.scan(self._stream, step.dims["N"], slot)
+
+    def _run_network(self, step: _Step) -> None:
+        self._launcher.run(self._stream, step.dims, decodes=step.decodes, which=self._network)
 
     def _step(self, batch: InputBatch, *, graphs: bool) -> _Step:
         """``graphs``: whether it may run as a graph."""
@@ -233,7 +252,8 @@ class CudaRunner:
         dims = step_dims(batch)
         slot = self._begin()
         decode = decodes(batch)
-        self._inputs.stage(batch, dims, slot.inputs, self._stream, decode=decode)
+        self._inputs.stage(batch, dims, slot.inputs, decode=decode)
+        self._inputs.lay_out(dims, slot.inputs, self._stream)
         self._launcher.run(self._stream, dims, decodes=decode)  # loads the kernels
         events = [Event(timing=True) for _ in range(len(self._plan.instructions) + 1)]
         with capture(self._stream) as captured:

@@ -73,8 +73,7 @@ class DeviceSampler:
             self._memory[name].fill(0, stream)
         self._tokens = Memory(4 * rows)
         self._given = Memory(len(_FIELDS) * self._stride)
-        self._zeros = Memory(4 * rows)
-        self._zeros.fill(0, stream)
+        self._given.fill(0, stream)
         self._held: SamplingInputs | None = None
         """Whose parameters ``_given`` has, the random numbers aside."""
         self._greedy: Float32 | None = None
@@ -108,18 +107,33 @@ class DeviceSampler:
         """Whether a step's logits must be there as float32: edits and log-probabilities are of those."""
         return inputs.edits is not None or inputs.logprobs_N is not None
 
-    def sample(self, stream: Stream, inputs: SamplingInputs, rows: int, slot: Slot) -> None:
-        """Sample ``rows`` rows; their tokens arrive in ``slot``."""
-        draws = self._draws(inputs)
-        self._parameters[0].value = self._given.address if draws else self._zeros.address
-        if draws:
+    def give(self, stream: Stream, inputs: SamplingInputs, rows: int, slot: Slot) -> None:
+        """Bring the parameters of a step of ``rows`` rows to the device, where it has others."""
+        if self._draws(inputs):
             self._give(stream, inputs, rows, slot)
+        elif self._held is not None:  # no temperature is 0
+            stream.fill(self._given.address, 0, self._stride)
+            self._held = None
+
+    def scan(self, stream: Stream, rows: int, slot: Slot) -> None:
+        """Of the network's logits the tokens of rows that are greedy or draw from all; a graph can have it.
+
+        They arrive in ``slot``. ``rows`` may be more than were given: those get some token."""
         self._host_tokens.value = slot.tokens.address
-        self.edits.before(stream, inputs, rows, slot.index)
+        self._logits.value, self._kind.value = self._sources[1]
+        self._scan.run(stream, sampler_blocks(self._vocab, rows), rows, dependent=True)
+
+    def sample(self, stream: Stream, inputs: SamplingInputs, rows: int, slot: Slot, *, scanned: bool) -> None:
+        """Sample ``rows`` rows, whose parameters were given; their tokens arrive in ``slot``.
+
+        ``scanned``: ``scan`` was part of the step."""
+        self._host_tokens.value = slot.tokens.address
         self._logits.value, self._kind.value = self._sources[not self.wants_float32(inputs)]
         blocks = sampler_blocks(self._vocab, rows)
-        self._scan.run(stream, blocks, rows)
-        if draws:
+        self.edits.before(stream, inputs, rows, slot.index)
+        if not scanned:
+            self._scan.run(stream, blocks, rows)
+        if self._held is not None:
             if self._cuts:
                 self._histogram.run(stream, blocks, rows)
             if self._chooses:
@@ -146,6 +160,8 @@ class DeviceSampler:
             self._chooses = self._cuts or bool(inputs.min_p_N.any())
         for i in range(first, len(_FIELDS)):
             slot.parameter_arrays[i][:rows] = getattr(inputs, _FIELDS[i]).view(np.int32)
+        if not first:
+            slot.parameter_arrays[0][rows:] = 0  # rows that a graph is padded with are greedy
         start = first * self._stride
         nbytes = len(_FIELDS) * self._stride - start
         stream.copy_in(self._given.address + start, slot.parameters.address + start, nbytes)
@@ -155,5 +171,5 @@ class DeviceSampler:
         self.edits.close()
         for kernel in (self._scan, self._histogram, self._choose):
             kernel.close()
-        for memory in (*self._memory.values(), self._tokens, self._given, self._zeros):
+        for memory in (*self._memory.values(), self._tokens, self._given):
             memory.close()

@@ -18,7 +18,7 @@ def gather_launch(call: CallSpec, index: int, table: int) -> LaunchSpec:
     block = min(1024, power_of_two(dim))
     b = Builder(call, MODULE, "gather").input("index", index).input("table", table).output("out")
     b.constants(D=dim, TABLE_ROW=source.strides[0], BLOCK=block)
-    return b.launch((rows(call.input(index)),), (Term(times=-(-dim // block)),))
+    return b.launch((rows(call.input(index)),), (Term(times=-(-dim // block)),), dependent=True)
 
 
 def _gather_packed(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
@@ -27,7 +27,7 @@ def _gather_packed(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
     block = min(1024, power_of_two(dim))
     b = Builder(call, UNPACK, "gather_packed").input("index", 0).input("table", 1).output("out")
     b.constants(K=dim, PANEL_BYTES=panel_bytes(table.quant, dim), **type_constants(table.quant), BLOCK=block)
-    return (b.launch((rows(call.input(0)),), (Term(times=-(-dim // block)),)),)
+    return (b.launch((rows(call.input(0)),), (Term(times=-(-dim // block)),), dependent=True),)
 
 
 def _supports_packed(node: NodeSpec) -> bool:

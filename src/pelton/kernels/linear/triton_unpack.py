@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from pelton.kernels.gpu.triton_dependent import gdc_launch_dependents, gdc_wait
 from pelton.kernels.linear.triton_decode import decode8, nibble
 from pelton.kernels.linear.triton_packed import decoded, group_area, load_scales, scales_of
 
@@ -94,8 +95,12 @@ def gather_packed(
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rows ``index`` of ``table``; a program takes ``BLOCK`` columns of one."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     EIGHT: tl.constexpr = CODE == "u8" or CODE == "s8" or CODE == "e4m3"
     COLS: tl.constexpr = 32 if EIGHT else 64
     BLOCKS: tl.constexpr = (K + COLS - 1) // COLS

@@ -12,7 +12,7 @@ def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
     half = int(call.input(1).shape[0])
     b = Builder(call, MODULE, "rope_cos_sin").input("positions", 0).input("inv_freq", 1).output("out")
     b.number("scale", float(call.attrs["scale"])).constants(HALF=half, BLOCK=power_of_two(half))
-    return (b.launch((rows(call.input(0)),), num_warps=1),)
+    return (b.launch((rows(call.input(0)),), num_warps=1, dependent=True),)
 
 
 TACTICS = [

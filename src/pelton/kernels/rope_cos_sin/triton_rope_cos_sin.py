@@ -3,9 +3,16 @@
 import triton
 import triton.language as tl
 
+from pelton.kernels.gpu.triton_dependent import gdc_launch_dependents, gdc_wait
+
 
 @triton.jit
-def rope_cos_sin(positions, inv_freq, out, scale, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def rope_cos_sin(
+    positions, inv_freq, out, scale, HALF: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     mask = i < HALF

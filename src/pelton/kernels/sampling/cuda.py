@@ -41,7 +41,12 @@ def sampler_sources(vocab: int) -> dict[str, CudaSource]:
     """For rows of ``vocab`` logits (``LOGITS_KINDS``): kernels of a grid (``sampler_blocks``, rows)."""
     return {
         name: CudaSource(
-            file="sampling/sample.cu", function=name, constants=(("V", vocab),), threads=_THREADS, shared=0
+            file="sampling/sample.cu",
+            function=name,
+            constants=(("V", vocab),),
+            threads=_THREADS,
+            shared=0,
+            dependent=name == "scan",
         )
         for name in ("scan", "histogram", "choose")
     }

@@ -78,9 +78,19 @@ DEVICE int draw(const Logits& logits, const u64 (&mass)[EACH], const Row& row, c
 
 // ---- Scan ----
 
+#ifdef __CUDACC_RTC__
+// Until the kernel before has ended, where this one was launched ahead of its end.
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     scan(const void* all_logits, int kind, const float* temperature, const int* top_k, const float* top_p, const float* min_p,
          const float* uniform, Row* rows, Piece* pieces, int* tokens, int* tokens_host) {
+    wait_for_previous();
     Row& row = rows[blockIdx.y];
     const Logits logits(all_logits, kind);
     pieces += u64(blockIdx.y) * PIECES;
