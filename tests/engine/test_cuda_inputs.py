@@ -38,10 +38,10 @@ class Kernel:
         self._values = values
 
     def run(self, stream: object, programs: int) -> None:
-        packed, inputs, sampled, n, ids = (v.value for v in self._values)
+        packed, inputs, sampled, n, ids = (v.value for v in self._values[:5])
         host, device = (np.ctypeslib.as_array((C.c_int32 * 512).from_address(a)) for a in (packed, inputs))
         tokens = np.ctypeslib.as_array((C.c_int32 * SEQUENCES).from_address(sampled))
-        stage_reference(host, device, tokens, n, ids)
+        stage_reference(host, device, tokens, n, ids, self._values[5])
         self.pairs = host[0]
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 
 from pelton.engine.session import Session
 from pelton.kernels.gpu.null import NullLibrary, null_gpu
+from pelton.kernels.stage.cuda import Segments
 from pelton.runtime.executor import Executor
 from tests.builder.paper_gpu import build_paper_engine
 from tests.kernels.stage_reference import stage_reference
@@ -21,7 +22,7 @@ from tests.runtime.test_executor import drain, make_request, tokens_of
 
 VOCAB, ROWS = 300, 4
 #: Arguments of the kernels that are played.
-STAGE = (C.c_uint64,) * 3 + (C.c_int32,) * 2
+STAGE = (C.c_uint64,) * 3 + (C.c_int32,) * 2 + (Segments,)
 SCAN = (C.c_uint64, C.c_int32) + (C.c_uint64,) * 9
 
 
@@ -45,7 +46,7 @@ class Replaying:
     def body(self, play: Any, types: tuple[Any, ...]) -> Any:
         def run(parameters: Any) -> None:
             values = [t.from_buffer_copy(t.from_address(p)) for t, p in zip(types, parameters, strict=False)]
-            work = play, [v.value for v in values], self.gpu.grid
+            work = play, [getattr(v, "value", v) for v in values], self.gpu.grid
             if self.recorded is not None:
                 self.recorded.append(work)
             else:
@@ -81,10 +82,12 @@ class Replaying:
         self.replays += 1
         return 0
 
-    def stage(self, packed: int, inputs: int, sampled: int, n: int, ids: int, _grid: Any) -> None:
+    def stage(
+        self, packed: int, inputs: int, sampled: int, n: int, ids: int, segments: Segments, _grid: Any
+    ) -> None:
         room = self.runner._inputs.nbytes // 4
         places = self.runner._inputs.memory.nbytes // 4
-        stage_reference(ints(packed, room), ints(inputs, places), ints(sampled, ROWS), n, ids)
+        stage_reference(ints(packed, room), ints(inputs, places), ints(sampled, ROWS), n, ids, segments)
 
     def scan(self, *given: Any) -> None:
         *values, grid = given

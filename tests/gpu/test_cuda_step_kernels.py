@@ -7,7 +7,7 @@ import pytest
 from pelton.builder.target import gpu_available
 from tests.kernels.edit_cases import check_edits, check_logprobs
 from tests.kernels.sampling_cases import check, check_types
-from tests.kernels.stage_reference import stage_cases
+from tests.kernels.stage_reference import on_gpu, stage_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpu_available(), reason="no GPU")]
 
@@ -23,7 +23,7 @@ def test_the_sampler_takes_logits_of_the_network_s_type(vocab: int) -> None:
 
 
 def test_inputs_are_laid_out() -> None:
-    assert stage_cases("cuda")
+    assert stage_cases(on_gpu())
 
 
 @pytest.mark.parametrize("vocab", [50, 9000, 128256])

@@ -14,6 +14,7 @@ from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import Argument, CallSpec, KernelSource, LaunchSpec, OperandSpec, on_behalf
 from pelton.kernels.paged_attention.hopper import attention
 from pelton.kernels.sampling.cuda import sampler_sources
+from pelton.kernels.stage.cuda import stage_source
 from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, all_tactics
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="NVRTC (nvidia-cuda-nvrtc) is not here")
@@ -74,8 +75,8 @@ def test_a_map_of_an_operand_follows_it_to_the_results_of_a_larger_call() -> Non
 
 @needs_nvrtc
 @pytest.mark.parametrize("sm", [80, 89, 90])
-def test_the_sampler_is_compiled_for_every_architecture(sm: int) -> None:
-    for source in sampler_sources(262208).values():
+def test_what_every_engine_carries_is_compiled_for_every_architecture(sm: int) -> None:
+    for source in (stage_source(), *sampler_sources(262208).values()):
         assert compile_kernel(source, sm).name == source.function
 
 

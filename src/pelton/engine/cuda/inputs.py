@@ -20,7 +20,7 @@ from pelton.engine.cuda.kernel import EngineKernel
 from pelton.engine.plan import Dim, Plan
 from pelton.engine.shards import align
 from pelton.kernels.gpu.driver import Memory, PinnedMemory, Stream
-from pelton.kernels.stage.cuda import HEADER, SEGMENTS, stage_programs
+from pelton.kernels.stage.cuda import HEADER, SEGMENTS, Segments, stage_programs
 
 Int32 = npt.NDArray[np.int32]
 
@@ -49,8 +49,7 @@ class DeviceInputs:
     def __init__(self, plan: Plan, block_size: int) -> None:
         self._block_size = block_size
         offsets, total, values, pairs = {}, 0, 0, 0
-        self._sizes: list[Dim] = []
-        """Of all inputs but block tables."""
+        sizes: dict[str, Dim] = {}
         tables: dict[str, tuple[int, ...]] = {}
         for b in plan.buffers:
             if b.kind == "input":
@@ -63,7 +62,7 @@ class DeviceInputs:
                     pairs += size
                 else:
                     values += size
-                    self._sizes.append(b.shape[0])
+                    sizes[b.name] = b.shape[0]
         self._offsets = offsets
         self.nbytes = 4 * (HEADER + values + 2 * pairs)
         self.memory = Memory(total)
@@ -73,10 +72,12 @@ class DeviceInputs:
         self._tables = [np.zeros(tables[f"block_table.{g}"], np.int32) for g in range(groups)]
         """The block tables that the device has, or will have when the steps in flight run."""
         # Their order is that of the addresses, so that distances grow.
-        self._values = sorted((n for n in offsets if n not in tables), key=offsets.__getitem__)
-        assert self._values[0] == "input_ids"
+        self._sizes = dict(sorted(sizes.items(), key=lambda item: offsets[item[0]]))
+        """Of all inputs but block tables, in the order in which they are packed."""
+        assert next(iter(self._sizes)) == "input_ids"
         self._range: Int32 = np.arange(plan.dims["B"] + 1, dtype=np.int32)
-        self._n, self._ids = C.c_int32(), C.c_int32()
+        self._n, self._ids, self._segments = C.c_int32(), C.c_int32(), Segments()
+        self._segments.starts[:] = [np.iinfo(np.int32).max] * SEGMENTS
         self._run: DecodeRun | None = None
         """That of the step staged last."""
         self._staged: dict[int, _Staged] = {}
@@ -91,11 +92,14 @@ class DeviceInputs:
         self._packed = C.c_uint64()
         self._kernel = kernel
         addresses = C.c_uint64(self.memory.address), C.c_uint64(sampled)
-        kernel.bind([self._packed, *addresses, self._n, self._ids])
+        kernel.bind([self._packed, *addresses, self._n, self._ids, self._segments])
 
     def lay_out(self, dims: Mapping[str, int], host: PinnedMemory, stream: Stream) -> None:
         """Bring what is staged in ``host``, a step of ``dims``, to its places."""
-        values = sum(size if isinstance(size, int) else dims[size] for size in self._sizes)
+        values = 0
+        for i, (name, size) in enumerate(self._sizes.items()):
+            self._segments.starts[i], self._segments.shifts[i] = values, self._offsets[name] - values
+            values += size if isinstance(size, int) else dims[size]
         self._n.value, self._ids.value = values, dims["T"]
         self._packed.value = host.address
         pairs = dims["B"] * sum(table.shape[1] for table in self._tables)
@@ -165,11 +169,10 @@ class DeviceInputs:
         return end
 
     def _pack(self, batch: InputBatch, dims: Mapping[str, int], whole: Int32, decode: bool) -> dict[str, int]:
-        """Header and values -> where each input begins, and the ``end``."""
+        """Values -> where each input begins, and the ``end``."""
         at, first = HEADER, batch.groups[0]
-        starts, shifts = [], []
         places = {}
-        for name in self._values:
+        for name in self._sizes:
             padding: int | Int32
             match name.split("."):
                 case ["input_ids"]:
@@ -188,17 +191,11 @@ class DeviceInputs:
                 case _:
                     raise AssertionError(name)
             places[name] = at
-            starts.append(at - HEADER)
-            shifts.append(self._offsets[name] - starts[-1])
             end = at + len(array)
             whole[at:end] = array
             at += wanted
             if at > end:
                 whole[end:at] = padding
-        segments: Int32 = whole[HEADER - 2 * SEGMENTS : HEADER]
-        segments[: len(starts)] = starts
-        segments[len(starts) : SEGMENTS] = np.iinfo(np.int32).max
-        segments[SEGMENTS : SEGMENTS + len(shifts)] = shifts
         places["end"] = at
         return places
 

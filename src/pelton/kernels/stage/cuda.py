@@ -1,31 +1,40 @@
-"""The kernel of ``triton_stage.py``, which every engine for a GPU carries besides its plan's."""
+"""The kernel of ``stage.cu``, which every engine for a GPU carries besides its plan's."""
 
 from __future__ import annotations
 
-from pelton.kernels.launch import KernelSource
+import ctypes as C
+
+from pelton.kernels.launch import CudaSource
 
 #: Inputs of a step, at most: a KV group brings one.
 SEGMENTS = 32
-#: int32 numbers ahead of the values: how many pairs there are, and (at a multiple of 128 bytes) segments.
-HEADER = 32 + 2 * SEGMENTS
-#: Values of a program, and pairs at a time.
-BLOCK = 512
+#: int32 numbers ahead of the values: how many pairs there are.
+HEADER = 1
+_THREADS = 256
+#: Values of a program.
+_BLOCK = _THREADS
 #: Programs that pairs alone are worth.
-_MOST = 32
+_MOST = 64
 
 
-def stage_source() -> KernelSource:
+class Segments(C.Structure):
+    """The kernel's parameter: unused ones begin behind all values."""
+
+    _fields_ = (("starts", C.c_int32 * SEGMENTS), ("shifts", C.c_int32 * SEGMENTS))
+
+
+def stage_source() -> CudaSource:
     """``stage``: ``stage_programs`` of them."""
-    pointers = tuple((name, "*i32") for name in ("packed", "inputs", "sampled"))
-    return KernelSource(
-        module="pelton.kernels.stage.triton_stage",
+    return CudaSource(
+        file="stage/stage.cu",
         function="stage",
-        types=(*pointers, ("n", "i32"), ("ids", "i32")),
-        constants=(("SEGMENTS", SEGMENTS), ("HEADER", HEADER), ("BLOCK", BLOCK), ("DEPENDENT", False)),
+        constants=(("SEGMENTS", SEGMENTS), ("THREADS", _THREADS)),
+        threads=_THREADS,
+        shared=0,
         dependent=True,
     )
 
 
 def stage_programs(values: int, pairs: int) -> int:
     """Of a step with so many values, and at most so many pairs."""
-    return -(-max(values, min(pairs, _MOST * BLOCK)) // BLOCK)
+    return -(-max(values, min(pairs, _MOST * _BLOCK)) // _BLOCK)
