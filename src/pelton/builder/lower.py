@@ -142,7 +142,10 @@ def _place(program: Program, dims: Mapping[str, int]) -> tuple[dict[Root, int], 
 
 
 def _lifetimes(program: Program, dims: Mapping[str, int]) -> tuple[list[Root], list[Lifetime]]:
-    """A root is alive from the call that makes it to the last use of any view of it."""
+    """A root is alive from the call that makes it to the last use of any view of it.
+
+    What rows are taken of lives as long as they do: it stands for all rows (``engine.cuda.same_rows``).
+    """
     first: dict[Root, int] = {}
     last: dict[Root, int] = {}
     for i, call in enumerate(program.calls):
@@ -150,6 +153,10 @@ def _lifetimes(program: Program, dims: Mapping[str, int]) -> tuple[list[Root], l
             first.setdefault(root, i)
             last[root] = i
     last[program.logits.root] = len(program.calls)
+    for call in reversed(program.calls):
+        if call.op.name == "take_rows" and call.inputs[0] is not None and call.inputs[0].root in last:
+            source = call.inputs[0].root
+            last[source] = max(last[source], last[call.outputs[0].root])
     roots = list(first)
     return roots, [Lifetime(root_bytes(root, dims), first[root], last[root]) for root in roots]
 

@@ -15,6 +15,7 @@ import msgspec
 
 from pelton.engine.cuda.ahead import next_weights
 from pelton.engine.cuda.code import Code, Launch, Matmul, Variants, Work
+from pelton.engine.cuda.same_rows import same_rows
 from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice, row_dim
 from pelton.errors import EngineError
 from pelton.kernels.gpu.cublaslt import CublasLt, Product
@@ -149,8 +150,9 @@ class Launcher:
         ]
         self._parameter_sizes = [f.parameter_sizes() for f in self._functions]
         self._cublas = CublasLt() if any(isinstance(w, Matmul) for w in works) else None
-        self._bound: list[list[tuple[int, list[_Work], list[_Work]]]] = []
-        """Of each instruction: (largest rows, work of any step, work of decode steps)."""
+        self._bound: list[list[tuple[int, tuple[list[_Work], ...]]]] = []
+        """Of each instruction: largest rows; works of any step, of decode steps, of those of all rows."""
+        self._same = same_rows(plan)
         weights = next_weights(plan, address_of)
         self._ahead = {i.name: w for i, w in zip(plan.instructions, weights, strict=True)}
         for instruction, by_tactic in zip(plan.instructions, code.launches, strict=True):
@@ -161,11 +163,20 @@ class Launcher:
 
     def _choice(
         self, instruction: Instruction, choice: TacticChoice, variants: Variants
-    ) -> tuple[int, list[_Work], list[_Work]]:
+    ) -> tuple[int, tuple[list[_Work], ...]]:
         always = [self._work(instruction, work) for work in variants.any]
-        if variants.decode is None:
-            return choice.max_tokens, always, always
-        return choice.max_tokens, always, [self._work(instruction, work) for work in variants.decode]
+        decode = always
+        if variants.decode is not None:
+            decode = [self._work(instruction, work) for work in variants.decode]
+        whole = decode
+        if self._same.keys() & set(instruction.outputs):
+            whole = []
+        elif self._same.keys() & set(instruction.inputs):
+            inputs = tuple(self._same.get(i, i) for i in instruction.inputs)
+            instruction = msgspec.structs.replace(instruction, inputs=inputs)
+            works = variants.any if variants.decode is None else variants.decode
+            whole = [self._work(instruction, work) for work in works]
+        return choice.max_tokens, (always, decode, whole)
 
     def _work(self, instruction: Instruction, work: Work) -> _Work:
         if isinstance(work, Launch):
@@ -241,13 +252,16 @@ class Launcher:
         for name, value in self._dims.items():
             value.value = dims[name]
         sizes = _Sizes(dims)
+        variant = 0
+        if decodes:  # whoever looks at operands finds all of them
+            variant = 2 if dims["N"] == dims["T"] and after is None else 1
         for index in range(*which.indices(len(self._bound))):
             choices = self._bound[index]
             rows = dims[self._rows[index]]
             works = None
-            for largest, always, decode in choices:
+            for largest, variants in choices:
                 if rows <= largest:
-                    works = decode if decodes else always
+                    works = variants[variant]
                     break
             if works is None:
                 name = self._plan.instructions[index].name
