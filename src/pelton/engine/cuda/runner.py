@@ -210,7 +210,7 @@ class CudaRunner:
             self._inputs.lay_out(step.dims, slot.inputs, self._stream)
             self._graphs.mixed(step.padded, lambda: self._run_network(step))
             if scans:
-                self._sampler.scan(self._stream, step.rows, slot)
+                self._sampler.scan(self._stream, step.rows, slot, dependent=False)
         else:
             self._put(step, slot, scans)
         if not scans and self._network.stop is not None:
@@ -222,7 +222,7 @@ class CudaRunner:
         self._inputs.lay_out(step.dims, slot.inputs, self._stream)
         self._run_network(step)
         if scans:
-            self._sampler.scan(self._stream, step.dims["N"], slot)
+            self._sampler.scan(self._stream, step.dims["N"], slot, dependent=True)
 
     def _run_network(self, step: _Step) -> None:
         self._launcher.run(self._stream, step.dims, decodes=step.decodes, which=self._network)

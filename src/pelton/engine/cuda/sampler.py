@@ -115,13 +115,15 @@ class DeviceSampler:
             stream.fill(self._given.address, 0, self._stride)
             self._held = None
 
-    def scan(self, stream: Stream, rows: int, slot: Slot) -> None:
+    def scan(self, stream: Stream, rows: int, slot: Slot, *, dependent: bool) -> None:
         """Of the network's logits the tokens of rows that are greedy or draw from all; a graph can have it.
 
-        They arrive in ``slot``. ``rows`` may be more than were given: those get some token."""
+        They arrive in ``slot``. ``rows`` may be more than were given: those get some token.
+        ``dependent``: ahead of it in the stream is a kernel, for whose end it may wait itself.
+        """
         self._host_tokens.value = slot.tokens.address
         self._logits.value, self._kind.value = self._sources[1]
-        self._scan.run(stream, sampler_blocks(self._vocab, rows), rows, dependent=True)
+        self._scan.run(stream, sampler_blocks(self._vocab, rows), rows, dependent=dependent)
 
     def sample(self, stream: Stream, inputs: SamplingInputs, rows: int, slot: Slot, *, scanned: bool) -> None:
         """Sample ``rows`` rows, whose parameters were given; their tokens arrive in ``slot``.
