@@ -27,7 +27,13 @@ template <int PENDING>
 inline void product_wait() {}
 template <int N>
 inline void pin(float (&)[N]) {}
+template <int N>
+inline void pin(u32 (&)[N]) {}
 inline void pin(uint4&) {}
+inline int this_lane() { return cpu::lane(); }
+inline void copy_chunk_if(bool wanted, u32 target, const void* source) {
+    if (wanted) copy_chunk(target, source);
+}
 template <int N>
 inline void registers_less() {}
 template <int N>
@@ -54,12 +60,12 @@ inline void product(float (&d)[N], const u32 (&a)[4], u32 b) {
 }
 
 // A lane's values of each matrix: rows 2 (lane % 4) and the next, column lane / 4.
-inline void put_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
+inline void put_transposed(u32 at, u32 a, u32 b) {
     auto& given = cpu::warp().shared;
     given[cpu::lane()][0] = at;
     __syncwarp();
-    const u32 words[4] = {a, b, c, d};
-    for (int i = 0; i < 4; ++i)
+    const u32 words[2] = {a, b};
+    for (int i = 0; i < 2; ++i)
         for (int e = 0; e < 2; ++e) {
             const u32 row = given[8 * i + cpu::lane() % 4 * 2 + e][0];
             shared_value<unsigned short>(row + cpu::lane() / 4 * 2) = words[i] >> 16 * e;
@@ -69,6 +75,4 @@ inline void put_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
 
 // Addresses of the cluster's shared memory: the block's number above the place in it.
 inline u32 place_of(u32 at, u32 rank) { return at | rank << 24; }
-inline float4 load_sums(u32 at) {
-    return CLUSTER == 1 ? shared_value<float4>(at) : shared_value<float4>(at & 0xffffff, at >> 24);
-}
+inline void send_4(const float (&v)[4], u32 there, u32 barrier) { cpu::send(v, sizeof v, there, barrier); }

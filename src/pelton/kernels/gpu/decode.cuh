@@ -40,10 +40,10 @@ constexpr u32 ONE = 0x3f803f80, MINUS_ZERO = 0x80008000;
 // e4m3 and e2m1, exponent and fraction moved into bfloat16's: the code divided by SMALL_INVERSE. Pairs as `decode`'s.
 constexpr float SMALL_INVERSE = CODE == 1 ? 0x1p120f : 0x1p126f;
 DEVICE void decode_small(u32 word, u32 nibble, u32& a, u32& b) {
-    if (CODE == 1) {
-        const u32 x = __byte_perm(word, 0, 0x1404), y = __byte_perm(word, 0, 0x3424);
-        a = (x & 0x80008000) | ((x >> 4) & 0x07f007f0);
-        b = (y & 0x80008000) | ((y >> 4) & 0x07f007f0);
+    if (CODE == 1) {  // bytes of four
+        const u32 low = word << 4 & 0xf0f0f0f0, high = (word & 0x80808080) | (word >> 4 & 0x07070707);
+        a = __byte_perm(low, high, 0x5140);
+        b = __byte_perm(low, high, 0x7362);
     } else {  // the sign to bit 15, the rest to bits 6 to 8
         const u32 mask = nibble ? 0x00f000f0 : 0x000f000f, factor = nibble ? 0x0104 : 0x1040;
         a = ((__byte_perm(word, 0, 0x1100) & mask) * factor) & 0x81c081c0;
@@ -78,8 +78,26 @@ DEVICE void decode(u32 word, u32 nibble, const u32 (&less)[2], u32& a, u32& b) {
     }
 }
 
+// A word of u8, times each row's scale; `plus`: less the zero point and 2^15, scaled.
+DEVICE void decode_scaled(u32 word, const float (&scale)[2], const float (&plus)[2], u32& a, u32& b) {
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)  // 0x47000000 | code << 8 is 2^15 + code
+        v[i] = __fmaf_rn(__uint_as_float(__byte_perm(word, 0x47000000, 0x7404 | i << 4)), scale[i / 2], plus[i / 2]);
+    a = pack_bf16(v[0], v[1]);
+    b = pack_bf16(v[2], v[3]);
+}
+DEVICE float plus_of(u32 zero, float scale) { return -(32768.0f + float(zero)) * scale; }
+
 // The bytes of nf4's values in bfloat16.
-constexpr u32 NF4_LOW[4] = {0xca063280, 0x00ba3d92, 0xad7c25a3, 0x803910e2}, NF4_HIGH[4] = {0xbebfbfbf, 0x00bdbebe, 0x3e3e3e3d, 0x3f3f3f3e};
+struct Nf4 {
+    u32 low[4] = {0xca063280, 0x00ba3d92, 0xad7c25a3, 0x803910e2}, high[4] = {0xbebfbfbf, 0x00bdbebe, 0x3e3e3e3d, 0x3f3f3f3e};
+};
+// In registers, by a zero that the compiler does not know: constants it would load again at every use.
+DEVICE void keep(Nf4& values, u32 zero) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values.low[i] ^= zero, values.high[i] ^= zero;
+}
 // Bytes of a and b as __byte_perm chooses them, of which selectors above 7 make eight copies of the sign.
 DEVICE u32 sign_bytes(u32 a, u32 b, u32 selectors) {
     u32 y;
@@ -87,18 +105,17 @@ DEVICE u32 sign_bytes(u32 a, u32 b, u32 selectors) {
     return y;
 }
 // A word of nf4, of both nibbles: bytes of bfloat16 looked up by three bits of a code, and chosen by the fourth.
-DEVICE u32 table(u32 codes, u32 upper, u32 t0, u32 t1, u32 t2, u32 t3) {
-    const u32 small = __byte_perm(t0, t1, codes), large = __byte_perm(t2, t3, codes);
+DEVICE u32 look_up(u32 codes, u32 upper, const u32 (&bytes)[4]) {
+    const u32 small = __byte_perm(bytes[0], bytes[1], codes), large = __byte_perm(bytes[2], bytes[3], codes);
     return (small & ~upper) | (large & upper);
 }
-DEVICE void decode_nf4(u32 word, u32 (&a)[2], u32 (&b)[2]) {
+DEVICE void decode_nf4(u32 word, const Nf4& values, u32 (&a)[2], u32 (&b)[2]) {
     const u32 q = word & 0x77777777, first = word << 4;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         // Of bytes 2 row and 2 row + 1 the low and the high nibble: all ones for codes from 8 on.
         const u32 upper = sign_bytes(first, word, row ? 0xfbea : 0xd9c8), codes = row ? q >> 16 : q;
-        const u32 low = table(codes, upper, NF4_LOW[0], NF4_LOW[1], NF4_LOW[2], NF4_LOW[3]);
-        const u32 high = table(codes, upper, NF4_HIGH[0], NF4_HIGH[1], NF4_HIGH[2], NF4_HIGH[3]);
+        const u32 low = look_up(codes, upper, values.low), high = look_up(codes, upper, values.high);
 #pragma unroll
         for (int nibble = 0; nibble < 2; ++nibble)
             (row ? b : a)[nibble] = __byte_perm(low, high, nibble ? 0x7351 : 0x6240);

@@ -30,7 +30,9 @@ _GROUP_PANELS = 4
 _ROW_BYTES = 128
 #: Dynamic shared memory, bytes; besides x, sums and codes: barriers, up to a multiple of 1024.
 _SHARED = 227 << 10
-_BESIDES = 1024 + 16 * 18
+_BESIDES = 1024 + 16 * 20
+#: Bytes of a sum of a warp group: of each thread 16 for eight tokens.
+_PART = 128 * 16
 _MOST_STAGES = 16
 #: Units in a warp's slots: one is read while another comes; more than the most do not help.
 _LEAST_DEPTH, _DEPTH = 2, 4
@@ -68,12 +70,10 @@ def wide_tiles(n: int, tokens: int, gated: bool, quant: str) -> WideTiles:
     """
     strip = _GROUP_PANELS // (2 if gated else 1)  # panels of results of a warp group
     strips = -(-n // (PANEL * strip))
-    if tokens > _MOST_TOKENS and strips >= PROCESSORS:
-        of_two = -(-strips // (PROCESSORS // 2))
-        half = of_two % 2 == 1
-        tiles = WideTiles(2 * _MOST_TOKENS, 2, 1, 1, (of_two + 1 - half) // 2 * strip, half_strip=half)
-        if layout_of(tiles, quant, gated).depth >= _LEAST_DEPTH:
-            return tiles
+    if tokens > _MOST_TOKENS:
+        of_all = _tiles_of_256(strips, strip, quant)
+        if of_all is not None and layout_of(of_all, quant).depth >= _LEAST_DEPTH:
+            return of_all
     tile = next((t for t in (32, 64) if tokens <= t), _MOST_TOKENS)
     sums = tile <= 64 and group_of(quant) == UNIT
     times = -(-tokens // tile)
@@ -92,6 +92,24 @@ def wide_tiles(n: int, tokens: int, gated: bool, quant: str) -> WideTiles:
     return WideTiles(tile, row_groups, splits, cluster, row_groups * strip, sums)
 
 
+def _tiles_of_256(strips: int, strip: int, quant: str) -> WideTiles | None:
+    """A tile of all tokens, so that a weight is decoded once, for so many strips of ``strip`` panels.
+
+    None where these are too few for it. Measured on an H200.
+    """
+    tokens, halves = 2 * _MOST_TOKENS, _CLUSTERS[2]
+    if strips >= PROCESSORS:
+        of_two = -(-strips // (PROCESSORS // 2))
+        half = of_two % 2 == 1
+        return WideTiles(tokens, 2, 1, 1, (of_two + 1 - half) // 2 * strip, half_strip=half)
+    if 2 * strips > 3 * halves:
+        return WideTiles(tokens, 1, 2, 1, strip)
+    if strips > halves:  # three for two clusters, each half of the columns
+        return WideTiles(tokens, 2, 1, 2, strip, half_strip=True)
+    steps = 0 if quant == "nf4_g64" else 1
+    return WideTiles(tokens, 1, 2, 2, strip, steps=steps) if 2 * strips > halves else None
+
+
 @dataclass(frozen=True)
 class _Layout:
     """Stages of x's ring, units of a warp's codes, bytes of shared memory."""
@@ -101,20 +119,19 @@ class _Layout:
     shared: int
 
 
-def layout_of(tiles: WideTiles, quant: str, gated: bool) -> _Layout:
-    """Codes have the shared memory that x leaves, and x at least what sums need that will lie there."""
+def layout_of(tiles: WideTiles, quant: str) -> _Layout:
+    """Codes have the shared memory that x leaves; parts of sums lie where both were."""
     groups, stage = tiles.row_groups * tiles.splits, _ROW_BYTES * tiles.tokens
-    staged = gated and tiles.splits == tiles.cluster == 1
-    slot = panel_bytes(quant, UNIT) - (64 if group_of(quant) == 0 or quant == "nvfp4" else 0)
-    free = _SHARED - _BESIDES - (groups * stage if staged else 0)
+    slots = 4 * groups * (panel_bytes(quant, UNIT) - (64 if group_of(quant) == 0 or quant == "nvfp4" else 0))
+    free = _SHARED - _BESIDES
+    whole, parts = groups * stage, 0
+    if tiles.splits * tiles.cluster > 1:
+        of = (groups if tiles.splits > 1 else 0) + (tiles.row_groups if tiles.cluster > 1 else 0)
+        whole, parts = 0, of * tiles.tokens // 8 * _PART
     least = 2 * (tiles.splits + 1)
-    if not staged:
-        least = max(least, -(-groups * 64 * tiles.tokens * 4 // stage))
-    least += least % 2
-    depth = min(_DEPTH, (free - least * stage) // (4 * groups * slot))
-    stages = min(_MOST_STAGES, (free - depth * 4 * groups * slot) // stage) // 2 * 2
-    used = max(stages, least) * stage + depth * 4 * groups * slot
-    return _Layout(max(stages, least), depth, used + _SHARED - free)
+    depth = min(_DEPTH, (free - whole - least * stage) // slots)
+    stages = max(least, min(_MOST_STAGES, (free - whole - depth * slots) // stage) // 2 * 2)
+    return _Layout(stages, depth, max(whole + stages * stage + depth * slots, parts) + _BESIDES)
 
 
 def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple[Work, ...]:
@@ -134,14 +151,14 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
         b = b.nothing() if index is None else b.input(index)
     b.output().dim(p.x.shape[0])
     groups = tiles.row_groups * tiles.splits
-    layout = layout_of(tiles, p.weight.quant, form.gated)
+    layout = layout_of(tiles, p.weight.quant)
     assert layout.depth >= _LEAST_DEPTH, f"{tiles} does not fit"
     # As the kernel's UNEVEN.
     uneven = (groups == 4 and (tiles.sums or tiles.tokens > 64)) or tiles.tokens > 128
     blocks = -(-p.n // (PANEL * tiles.each)) * tiles.cluster
     if tiles.half_strip:
         strip = _GROUP_PANELS // (2 if form.gated else 1)
-        blocks = -(-p.n // (PANEL * (2 * tiles.each + strip))) * 2
+        blocks = -(-p.n // (PANEL * (2 * tiles.each + strip))) * 2 * tiles.cluster
     return (
         *p.norm(),
         b.launch(

@@ -16,15 +16,18 @@ template <int HALVED>
 DEVICE float (&sums_of(float (&d)[VALUES]))[VALUES >> HALVED] {
     return reinterpret_cast<float(&)[VALUES >> HALVED]>(d);
 }
-DEVICE int first_of_half() { return blockIdx.x % 2 * (TOKENS / 2); }
 
-// Of a unit, loaded ahead: the first codes; of row lane % 16 the scale (two bfloat16 unless SUMS) and the zero point.
+// Whether codes become float32, which one operation scales.
+constexpr bool FLOATS = CODE == 3 && SCALES > 0 && !SUMS;
+
+// Of a unit, loaded ahead: the first codes; of row lane % 16 the scale (two bfloat16 unless SUMS or FLOATS) and the zero
+// point.
 struct Loaded {
     uint4 codes;
     u32 scales[WORDS], lesser[WORDS];
+    Nf4 nf4;
 
-    DEVICE void load(u32 slot) {
-        const int lane = threadIdx.x % 32;
+    DEVICE void load(u32 slot, int lane) {
         copies_wait<DEPTH - 2>();
         __syncwarp();
 #pragma unroll
@@ -33,8 +36,9 @@ struct Loaded {
             const u32 at = area + SCALE_BYTES * (lane % 16);
             const float scale = SCALED * scale_of(SHORT ? get_byte(at) : HALF_SCALES ? get_half(at) : __float_as_uint(get(at)));
             const float top = rounded(scale);
-            scales[w] = SUMS ? __float_as_uint(scale) : pack_bf16(top, scale - top);
-            lesser[w] = less_of(ZERO ? get_byte(area + 16 * SCALE_BYTES + lane % 16) : 0);
+            const u32 zero = ZERO ? get_byte(area + 16 * SCALE_BYTES + lane % 16) : 0;
+            scales[w] = SUMS || FLOATS ? __float_as_uint(scale) : pack_bf16(top, scale - top);
+            lesser[w] = FLOATS ? __float_as_uint(plus_of(zero, scale)) : less_of(zero);
         }
         codes = get_4(slot + lane * 16);
     }
@@ -53,16 +57,16 @@ DEVICE void release_last(const Shared& shared, u32 stage) {
 template <int HALVED>
 DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& sums, Loaded& loaded, u32 slot, u32 next,
                      Ahead& ahead) {
-    const int lane = threadIdx.x % 32;
+    const int lane = shared.lane;
     constexpr int TURNS = 8 / STEPS;
     const u32 x = u32(matrix(shared.x(ring.stage) + (HALVED ? first_of_half() * ROW_BYTES : 0), 8 * ROW_BYTES, 16));
     if (!EARLY) {
-        loaded.load(slot);
+        loaded.load(slot, lane);
         ahead.copy();
     }
     uint4 codes = loaded.codes;
     u32 less[2] = {0, 0}, high[2], low[2], a[2][STEPS][4], both[2][4][2];
-    float next_scale[2];
+    float next_scale[2], plus[2];
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
         // The registers of two turns ago have been read, and so has their x.
@@ -85,6 +89,7 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
                     high[r] = __byte_perm(scale, 0, 0x1010);
                     low[r] = __byte_perm(scale, 0, 0x3232);
                     if (ZERO) less[r] = __shfl_sync(~0u, loaded.lesser[group / 2], from);
+                    plus[r] = __uint_as_float(less[r]);
                 }
             }
             const u32 nibble = EIGHT ? 0 : step / 2 % 2;
@@ -92,11 +97,14 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
             const u32 first = step % 2 ? codes.z : codes.x, second = step % 2 ? codes.w : codes.y;
             if (CODE == 5) {
                 if (nibble == 0) {
-                    decode_nf4(first, both[step % 2][0], both[step % 2][1]);
-                    decode_nf4(second, both[step % 2][2], both[step % 2][3]);
+                    decode_nf4(first, loaded.nf4, both[step % 2][0], both[step % 2][1]);
+                    decode_nf4(second, loaded.nf4, both[step % 2][2], both[step % 2][3]);
                 }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) w[i] = both[step % 2][i][nibble];
+            } else if (FLOATS) {
+                decode_scaled(first, next_scale, plus, w[0], w[1]);
+                decode_scaled(second, next_scale, plus, w[2], w[3]);
             } else if (SMALL) {
                 decode_small(first, nibble, w[0], w[1]);
                 decode_small(second, nibble, w[2], w[3]);
@@ -104,7 +112,7 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
                 decode(first, nibble, less, w[0], w[1]);
                 decode(second, nibble, less, w[2], w[3]);
             }
-            if (SCALES > 0 && !SUMS)
+            if (SCALES > 0 && !SUMS && !FLOATS)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     w[i] = fma2(w[i], high[i % 2], SHORT ? MINUS_ZERO : fma2(w[i], low[i % 2], MINUS_ZERO));
@@ -134,5 +142,5 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
         product_commit();
         if (EARLY && turn == 0) ahead.copy();
     }
-    if (EARLY) loaded.load(next);
+    if (EARLY) loaded.load(next, lane);
 }
