@@ -52,6 +52,8 @@ class TensorMap(C.Structure):
         ("int4_g128", 240, 384, GATED, 250, WideTiles(256, 2, 1, 1, 6, half_strip=True, steps=4), True),
         ("int4_g64", 320, 256, Form(), 180, WideTiles(256, 2, 1, 1, 4, half_strip=True), False),
         ("int4_g64", 144, 256, Form(), 140, WideTiles(256, 2, 1, 1, 8), False),
+        ("int4_g128", 192, 384, ADD, 200, WideTiles(256, 2, 1, 1, 12), True),  # two rounds
+        ("int4_g128", 128, 256, ADD, 100, WideTiles(128, 1, 1, 1, 8), False),
         ("int4_g128", 192, 640, ADD, 250, WideTiles(256, 2, 1, 2, 4, half_strip=True), True),
         ("int8_g128", 320, 384, Form(), 180, WideTiles(256, 2, 1, 2, 4, half_strip=True), False),
         ("int4_g64", 112, 256, GATED, 250, WideTiles(256, 2, 1, 2, 2, half_strip=True), False),
