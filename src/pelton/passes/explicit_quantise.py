@@ -7,10 +7,13 @@ norm before them do it. Only where one of these will happen: else the product do
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from pelton.dtypes import is_dense
 from pelton.ir.graph import Graph, op_name
+from pelton.ir.op import get_op
 from pelton.ir.ops.quantize_q8 import BLOCK, BLOCK_BYTES
 from pelton.kernels.tactic import TensorSpec
 from pelton.passes.base import Pass, PassContext, PassReport
@@ -56,9 +59,12 @@ def _why_not(graph: Graph, context: PassContext, x: fx.Node, products: list[fx.N
     if len(products) == 1 and not _norm_can_quantise(x):
         return "one product reads this, after no norm: it quantises by itself"
     quantised = TensorSpec(dtype="uint8", shape=(kind.shape[0], kind.shape[1] // BLOCK * BLOCK_BYTES))
-    wanted = [("quantize_q8", (x,))]
-    # The last two say how an input is rounded with a static scale.
-    wanted += [(op_name(p) + "_q8", (quantised, *arguments(p)[1:-2])) for p in products]
+    wanted: list[tuple[str, tuple[Any, ...]]] = [("quantize_q8", (x,))]
+    for product in products:
+        op = op_name(product) + "_q8"
+        # What follows says how input and result are rounded with a static scale.
+        count = len(get_op(op).torch_op._schema.arguments)
+        wanted.append((op, (quantised, *arguments(product)[1:count])))
     for op, args in wanted:
         if not context.supports(graph, op, args):
             return f"the target has no kernel for {op} of these types"

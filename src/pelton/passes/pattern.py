@@ -227,6 +227,12 @@ def arguments(node: fx.Node) -> list[Any]:
     return given
 
 
+def with_arguments(node: fx.Node, **changed: Any) -> tuple[Any, ...]:
+    """The same with some of them changed, by name; names that the op does not have are of others."""
+    names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
+    return tuple(changed.get(name, given) for name, given in zip(names, arguments(node), strict=True))
+
+
 def match(graph: Graph, context: PassContext, pattern: Call, node: fx.Node) -> Match | None:
     """The place at ``node``, if it has the form of ``pattern``."""
     found = Match(graph, context, node)

@@ -14,16 +14,17 @@ from torch import fx
 
 from pelton.ir.graph import Graph, argument, op_name
 from pelton.passes.base import Pass, PassContext, PassReport
+from pelton.passes.pattern import with_arguments
 
 NAME = "quantise_kv"
-#: Arguments of an op before its scales.
-BEFORE = {"kv_write": 5, "paged_attention": 9}
+#: Ops that have scales of caches.
+SCALED = ("kv_write", "paged_attention")
 
 
 def run(graph: Graph, context: PassContext) -> PassReport:
     """Give the scales of its layer to every op that reads or writes a cache."""
-    nodes = [n for n in graph.calls if op_name(n) in BEFORE]
-    constants: dict[int, tuple[fx.Node, ...]] = {}
+    nodes = [n for n in graph.calls if op_name(n) in SCALED]
+    constants: dict[int, dict[str, fx.Node]] = {}
     changed = 0
     for node in nodes:
         layer = _layer(graph, node)
@@ -37,8 +38,8 @@ def run(graph: Graph, context: PassContext) -> PassReport:
             if layer in context.key_rounding:
                 shift, queries = map(torch.from_numpy, context.key_rounding[layer])
                 given |= {"k_shift": shift, "k_queries": queries}
-            constants[layer] = tuple(graph.insert_constant(f"{n}.{layer}", t) for n, t in given.items())
-        _give(node, constants[layer])
+            constants[layer] = {n: graph.insert_constant(f"{n}.{layer}", t) for n, t in given.items()}
+        node.args, node.kwargs = with_arguments(node, **constants[layer]), {}
         changed += 1
     note = "" if context.kv_scales else "caches have no scales"
     return PassReport(name=NAME, matched=len(nodes) if context.kv_scales else 0, changed=changed, note=note)
@@ -47,16 +48,6 @@ def run(graph: Graph, context: PassContext) -> PassReport:
 def _layer(graph: Graph, node: fx.Node) -> int:
     caches = [a for a in node.args if isinstance(a, fx.Node) and a.op == "placeholder"]
     return next(what.layer for what in map(graph.input_of, caches) if what.kind == "k_cache")
-
-
-def _give(node: fx.Node, constants: tuple[fx.Node, ...]) -> None:
-    """Numbers that the call leaves out are written out: scales come behind them, then what writes take."""
-    parameters = node.target._schema.arguments  # type: ignore[union-attr]
-    args = list(node.args)
-    for parameter in parameters[len(args) : BEFORE[op_name(node)]]:
-        args.append(node.kwargs.get(parameter.name, parameter.default_value))
-    node.args = (*args, *constants[: len(parameters) - len(args)])
-    node.kwargs = {}
 
 
 PASS = Pass(

@@ -10,10 +10,10 @@ from torch import fx
 from pelton.ir.graph import Graph, op_name
 from pelton.passes.base import Pass, PassContext, PassReport
 from pelton.passes.folding import name_of
-from pelton.passes.pattern import arguments, is_weight
+from pelton.passes.pattern import is_weight, with_arguments
 
 NAME = "static_inputs"
-#: Ops of products; their last arguments are the scale and the type of codes.
+#: Ops of products, which have arguments ``x_scale`` and ``x_codes``.
 PRODUCTS = ("linear", "linear_add", "linear_gated", "norm_linear", "norm_linear_gated")
 
 
@@ -31,7 +31,7 @@ def run(graph: Graph, context: PassContext) -> PassReport:
             continue
         matched += 1
         scale, codes = max(q.scale for q in static), static[0].dtype
-        args = (*arguments(node)[:-2], scale, codes)
+        args = with_arguments(node, x_scale=scale, x_codes=codes)
         if len(static) < len(quants) or {q.dtype for q in static} != {codes}:
             why = "not every layer of which the weight is made has such an input"
         elif codes != context.activations:
