@@ -22,8 +22,10 @@ ITEMSIZE = {
     "float8_e4m3fn": 1,
 }
 
+#: Element types of 8-bit codes, by the names that recipes have for them.
+CODE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 #: Element types of a KV cache of 8 bits: codes with a scale a KV head.
-KV_CODES = ("int8", "float8_e4m3fn")
+KV_CODES = tuple(CODE_DTYPES.values())
 
 #: Codes of the native library (``csrc/pelton.h``: ``pelton_dtype``).
 NATIVE_CODE = {

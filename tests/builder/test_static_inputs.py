@@ -72,6 +72,9 @@ def test_a_plan_rounds_inputs_as_the_checkpoint_says(recipe: str, tmp_path: Path
     assert config.build.activations == RECIPES[recipe].activations.dtype  # type: ignore[union-attr]
     given = [i.attrs["x_scale"] for i in plan.instructions if "x_scale" in i.attrs]
     assert len(given) == 8, "four inputs in each of two layers"
+    left = [i.op for i in plan.instructions if "y_scale" in i.attrs]
+    # Of the last layer's attention rows are taken.
+    assert left == ["rope_paged_attention", "norm_linear_gated", "norm_linear_gated"]
     batch = one_sequence(config, 40)
     with Session(path, kv_blocks=blocks_of(config), runner="reference") as session:
         got = session.run(batch).logits_NV.copy()
@@ -109,7 +112,11 @@ def test_an_engine_is_not_refitted_with_other_scales_of_inputs(tmp_path: Path) -
 def test_the_report_says_how_inputs_are_rounded(tmp_path: Path) -> None:
     view = clipping("fp8-static", tmp_path / "state")
     for settings, done in (
-        ({}, "so in steps of more than 16 tokens, and exact in smaller ones"),
+        ({}, "so in steps of more than 16 tokens, and exact in smaller ones, but for 3 that activation or"),
+        (
+            {"passes": {"quantise_results": "off"}},
+            "so in steps of more than 16 tokens, and exact in smaller ones",
+        ),
         ({"passes": {"static_inputs": "off"}}, "fp8 per token in steps of more than 16 tokens, and exact in"),
         ({"activations": "bfloat16", "dtype": "bfloat16"}, "bfloat16"),
         ({"deterministic": True}, "so in every step"),

@@ -23,8 +23,8 @@ from pelton.kernels import native
 from pelton.kernels.tactic import all_tactics, shipped_tactics
 
 MUTATIONS = 1500
-#: Attributes of plans for GPUs alone: native kernels round no input so, and refuse plans that say it.
-OF_GPUS = ("x_scale", "x_codes")
+#: Attributes of plans for GPUs alone: native kernels round nothing so, and refuse plans that say it.
+OF_GPUS = ("x_scale", "x_codes", "y_scale", "y_codes")
 
 
 def test_every_native_op_has_a_rule() -> None:

@@ -11,7 +11,7 @@ from pelton.builder.cubins import MAX_SHARED, compile_kernel
 from pelton.dtypes import KV_CODES
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.kv_write import cuda as kv_write
-from pelton.kernels.launch import COUNTERS, CallSpec, OperandSpec
+from pelton.kernels.launch import COUNTER_BYTES, COUNTERS, CallSpec, LaunchSpec, OperandSpec
 from pelton.kernels.linear import hopper as linear
 from pelton.kernels.rope_paged_attention import cuda, hopper
 from pelton.kernels.tactic import NodeSpec, TensorSpec, all_tactics
@@ -163,3 +163,26 @@ def test_clusters_have_room_beside_the_product_before(largest: int, dim: int) ->
     for kv_heads, group in itertools.product((1, 2, 4, 8, 16, 32), range(1, 17)):
         how = hopper.cluster(largest, kv_heads, group, dim)
         assert hopper.shared_bytes(how, group, dim) + linear.SHARED + (2 << 10) <= 228 << 10
+
+
+def test_the_rotated_q_of_a_result_in_codes_is_behind_what_attention_keeps() -> None:
+    tokens, plain = 100, call_of()
+    left = replace(plain.outputs[0], dtype="float8_e4m3fn")
+    call = replace(plain, outputs=(left,), attrs={**plain.attrs, "y_scale": 0.1, "y_codes": "fp8"})
+    node, found = node_of(call), set()
+    for tactic in all_tactics().values():
+        if tactic.op != "rope_paged_attention" or tactic.device != "cuda" or not tactic.supports(node):
+            continue
+        assert tactic.launches is not None
+        write, attend = tactic.launches(call, tokens)
+        assert isinstance(write, LaunchSpec) and isinstance(attend, LaunchSpec)
+        (q,) = (a for a in write.arguments if a.kind == "workspace")
+        kept = [a for a in attend.arguments if a.kind == "workspace" or a.of == "workspace"]
+        assert q.offset in [a.offset for a in kept]
+        for part in (hopper.HOPPER, hopper.INVARIANT, cuda.ATTENTION):
+            if part.name.split(".", 2)[2:] == tactic.name.split(".", 2)[2:]:
+                assert q.offset >= COUNTER_BYTES + part.workspace(cuda.attention_of(part, node), tokens)
+                found.add(part.name)
+        assert q.offset + tokens * 32 * 128 * 2 <= COUNTER_BYTES + tactic.workspace(node, tokens)
+        assert [a for a in attend.arguments if a.kind == "output"], "and the codes are the result"
+    assert hopper.INVARIANT.name in found

@@ -48,7 +48,14 @@ from pelton.ir.printer import condense
 from pelton.ir.recipe import Recipe
 from pelton.models.checkpoint import Checkpoint, check_tensors
 from pelton.models.registry import architecture_of, create_model
-from pelton.passes import PASSES, PassContext, run_graph_passes, run_model_passes, static_inputs
+from pelton.passes import (
+    PASSES,
+    PassContext,
+    quantise_results,
+    run_graph_passes,
+    run_model_passes,
+    static_inputs,
+)
 from pelton.passes import PassReport as PassOutcome
 
 
@@ -188,13 +195,14 @@ def compile_model(
         )
     with clock("plan"):
         outcomes += run_graph_passes(PASSES, graph, context, explain)
-        static = any(o.name == static_inputs.NAME and o.changed for o in outcomes)
+        changed = {outcome.name: outcome.changed for outcome in outcomes}
         notes += unapplied_quantisation(
             checkpoint,
             config.activations,
             config.kv_dtype,
             on_gpu=on_gpu,
-            static=static,
+            static=changed[static_inputs.NAME] > 0,
+            left=changed[quantise_results.NAME],
             deterministic=bool(config.deterministic),
         )
         program = extract(graph)

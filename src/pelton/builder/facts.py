@@ -57,13 +57,16 @@ def unapplied_quantisation(
     *,
     on_gpu: bool,
     static: bool = False,
+    left: int = 0,
     deterministic: bool = False,
 ) -> list[str]:
     """What the checkpoint says of inputs and caches and an engine does otherwise: sentences for the report.
 
-    ``static``: the engine's products have the checkpoint's static scales.
+    ``static``: the engine's products have the checkpoint's static scales; of ``left`` of them the input is
+    left as codes by what makes it.
     """
     notes: list[str] = []
+    known = static and left and not deterministic
     here = "int8 per 32 columns" if activations == "int8" and not on_gpu else activations
     inputs: dict[tuple[ActivationQuant, bool], int] = {}
     for name, info in checkpoint.tensors.items():
@@ -77,6 +80,7 @@ def unapplied_quantisation(
         notes.append(
             f"the checkpoint quantises the inputs of {count} products to {quant.dtype} {how}{scale}; "
             f"here they are {_done(quant, blocks, activations, static, deterministic) if on_gpu else here}"
+            + (f", but for {left} that activation or attention leave so" if known and quant.scale else "")
         )
     kv = checkpoint.kv_quant()
     if kv is not None and CACHE_DTYPE[kv.dtype] != kv_dtype:

@@ -1,7 +1,8 @@
 """Inputs of products as 8-bit codes with one static scale: what such a rounding is worth, on torch tensors.
 
 Products say it by two attributes, ``x_scale`` (the scale d) and ``x_codes`` (int8 or fp8): the value of a
-code q is d q, and what is out of reach has the last code.
+code q is d q, and what is out of reach has the last code. Where the input has the codes' own type, it is q
+already: what made it has ``y_scale`` and ``y_codes``, by which its result is rounded and left as codes.
 """
 
 from __future__ import annotations
@@ -36,4 +37,15 @@ def rounded(x: torch.Tensor, scale: float | None, codes: str | None) -> torch.Te
     """``x`` as a product sees it: without a scale as it is, else d q in float32."""
     if scale is None or codes is None:
         return x
-    return to_codes(x, scale, codes).float() * torch.tensor(scale, dtype=torch.float32)
+    q = x if x.dtype == DTYPES[codes] else to_codes(x, scale, codes)
+    return q.float() * torch.tensor(scale, dtype=torch.float32)
+
+
+def left(y: torch.Tensor, scale: float | None, codes: str | None) -> torch.Tensor:
+    """A result as it is left: with a scale as codes."""
+    return y if scale is None or codes is None else to_codes(y, scale, codes)
+
+
+def result_dtype(x: torch.Tensor, codes: str | None) -> torch.dtype:
+    """Of a result that is of the type of ``x``, or codes."""
+    return x.dtype if codes is None else DTYPES[codes]

@@ -368,8 +368,10 @@ def on_behalf(
             return inputs[argument.index]
         if argument.kind == "tensor_map" and argument.of != "workspace":
             operand = (inputs if argument.of == "input" else outputs)[argument.index]
-            assert operand.kind in ("input", "output"), "tensor maps are of operands"
-            return msgspec.structs.replace(argument, index=operand.index, of=operand.kind)
+            assert operand.kind in ("input", "output", "workspace"), "tensor maps are of operands"
+            return msgspec.structs.replace(
+                argument, index=operand.index, offset=operand.offset, of=operand.kind
+            )
         return outputs[argument.index] if argument.kind == "output" else argument
 
     found = []
@@ -377,6 +379,12 @@ def on_behalf(
         assert isinstance(work, LaunchSpec)
         found.append(replace(work, arguments=tuple(map(whole, work.arguments))))
     return tuple(found)
+
+
+def result_code(call: CallSpec) -> int:
+    """The constant RESULT_CODE of CUDA C++ kernels (``gpu/codes.cuh``): 0 where the result is no codes."""
+    codes = call.attrs.get("y_codes")
+    return 0 if codes is None else {"fp8": 1, "int8": 2}[str(codes)]
 
 
 def rows(operand: OperandSpec, div: int = 1, times: int = 1) -> Term:

@@ -122,6 +122,11 @@ def static_codes(node: NodeSpec, dynamic: str = "") -> str:
     return dynamic if codes is None else str(codes)
 
 
+def no_codes(node: NodeSpec) -> bool:
+    """Whether neither a static scale rounds the product's input nor one makes its result codes."""
+    return not static_codes(node) and not node.attrs.get("y_codes")
+
+
 def all_float32(node: NodeSpec, besides: tuple[int, ...] = ()) -> bool:
     """Whether every operand, but for the indices ``besides``, is float32 (or int32)."""
     return all(
@@ -136,6 +141,7 @@ def native_caches(node: NodeSpec, k: int, v: int) -> bool:
     assert v_cache is not None
     return (
         all_float32(node, besides=(k, v))
+        and no_codes(node)
         and k_cache.dtype == v_cache.dtype
         and k_cache.dtype in CACHE_DTYPES
         and int(k_cache.shape[3]) <= MAX_HEAD_DIM

@@ -22,6 +22,7 @@ from pelton.passes import (
     parallelize_embedding,
     permute_inputs,
     quantise_kv,
+    quantise_results,
     rope_kv_write,
     rope_paged_attention,
     share_embedding,
@@ -62,6 +63,7 @@ PASSES: tuple[Pass, ...] = (
     gemm_residual.PASS,
     norm_gemm.PASS,
     static_inputs.PASS,
+    quantise_results.PASS,
     dead_code.PASS,
 )
 """Every pass in order: model passes, then graph passes."""

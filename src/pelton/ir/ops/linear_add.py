@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from pelton.ir.op import Op, Sample, register
-from pelton.ir.static_codes import STATIC_SAMPLES, rounded, scale_of
+from pelton.ir.static_codes import STATIC_SAMPLES, rounded, scale_of, to_codes
 
 
 def reference(
@@ -20,12 +20,13 @@ def reference(
 ) -> torch.Tensor:
     """``x``: (T, K); ``weight``: (N, K); ``bias``: (N,) or None; ``residual``: (T, N) -> (T, N).
 
-    The product is rounded once, with the residual added. ``x_scale``, ``x_codes``: as in ``linear``.
+    The product is rounded once, with the residual added, to the residual's type. ``x_scale``, ``x_codes``: as
+    in ``linear``; ``x`` may be the codes.
     """
     out = rounded(x, x_scale, x_codes).float() @ weight.float().t() + residual.float()
     if bias is not None:
         out = out + bias.float()
-    return out.to(x.dtype)
+    return out.to(residual.dtype)
 
 
 def shape_rule(
@@ -36,7 +37,7 @@ def shape_rule(
     x_scale: float | None = None,
     x_codes: str | None = None,
 ) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
+    return residual.new_empty((x.shape[0], weight.shape[0]))
 
 
 def samples(g: torch.Generator) -> Iterator[Sample]:
@@ -58,8 +59,10 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         yield Sample(args=(x, w, None, r), name=f"{quant} {tokens}x{n}x1152", quant={1: quant})
     for tokens, (quant, codes) in STATIC_SAMPLES:
         x, w = torch.randn(tokens, 256, generator=g), torch.randn(48, 256, generator=g) / 16
-        args = (x, w, None, torch.randn(tokens, 48, generator=g), scale_of(x, codes), codes)
-        yield Sample(args=args, name=f"{quant} {tokens}x48x256 static", quant={1: quant})
+        rest = (w, None, torch.randn(tokens, 48, generator=g), scale := scale_of(x, codes), codes)
+        yield Sample(args=(x, *rest), name=f"{quant} {tokens}x48x256 static", quant={1: quant})
+        q = to_codes(x, scale, codes)
+        yield Sample(args=(q, *rest), name=f"{quant} {tokens}x48x256 of codes", quant={1: quant})
     wide = torch.randn(4, 300, generator=g)
     w = torch.randn(24, 64, generator=g) / 8
     yield Sample(args=(wide[:, 100:164], w, None, wide[:, :24]), name="strided rows", quant={1: "float32"})

@@ -9,7 +9,7 @@ import torch
 from pelton.dtypes import BLOCK_TYPES, PACKED_TYPES
 from pelton.ir.op import Op, Sample, register
 from pelton.ir.ops import gated_activation, linear
-from pelton.ir.static_codes import STATIC_SAMPLES, scale_of
+from pelton.ir.static_codes import STATIC_SAMPLES, left, result_dtype, scale_of
 
 
 def reference(
@@ -19,11 +19,14 @@ def reference(
     kind: str,
     x_scale: float | None = None,
     x_codes: str | None = None,
+    y_scale: float | None = None,
+    y_codes: str | None = None,
 ) -> torch.Tensor:
     """``x``: (T, K); ``weight``: (2 I, K), the gate's rows first; ``bias``: (2 I,) or None; ``kind`` as
-    in ``activation``; ``x_scale``, ``x_codes``: as in ``linear`` -> (T, I)."""
+    in ``activation``; ``x_scale``, ``x_codes``: as in ``linear`` -> (T, I), as codes where ``y_scale`` and
+    ``y_codes`` say so (``ir/static_codes.py``)."""
     gate, up = linear.reference(x, weight, bias, x_scale, x_codes).chunk(2, -1)
-    return gated_activation.reference(gate, up, kind)
+    return left(gated_activation.reference(gate, up, kind), y_scale, y_codes)
 
 
 def shape_rule(
@@ -33,8 +36,10 @@ def shape_rule(
     kind: str,
     x_scale: float | None = None,
     x_codes: str | None = None,
+    y_scale: float | None = None,
+    y_codes: str | None = None,
 ) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+    return x.new_empty((x.shape[0], weight.shape[0] // 2), dtype=result_dtype(x, y_codes))
 
 
 def samples(g: torch.Generator) -> Iterator[Sample]:
@@ -52,6 +57,9 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         x, w = torch.randn(tokens, 256, generator=g), torch.randn(96, 256, generator=g) / 16
         args = (x, w, None, "silu", scale_of(x, codes), codes)
         yield Sample(args=args, name=f"{quant} {tokens}x48x256 static", quant={1: quant})
+        y_scale = scale_of(reference(*args), codes) / 2  # clips
+        name = f"{quant} {tokens}x48x256 static, to codes"
+        yield Sample(args=(*args, y_scale, codes), name=name, quant={1: quant})
 
 
 OP = register(
@@ -59,7 +67,7 @@ OP = register(
         name="linear_gated",
         schema=(
             "linear_gated(Tensor x, Tensor weight, Tensor? bias, str kind, float? x_scale=None, "
-            "str? x_codes=None) -> Tensor"
+            "str? x_codes=None, float? y_scale=None, str? y_codes=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

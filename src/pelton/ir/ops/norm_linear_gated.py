@@ -8,7 +8,7 @@ import torch
 
 from pelton.ir.op import Op, Sample, register
 from pelton.ir.ops import linear_gated, rms_norm
-from pelton.ir.static_codes import STATIC_SAMPLES, scale_of
+from pelton.ir.static_codes import STATIC_SAMPLES, result_dtype, scale_of
 
 
 def reference(
@@ -20,12 +20,14 @@ def reference(
     eps: float,
     x_scale: float | None = None,
     x_codes: str | None = None,
+    y_scale: float | None = None,
+    y_codes: str | None = None,
 ) -> torch.Tensor:
     """``x``: (T, K); ``weight``: (2 I, K), the gate's rows first; ``bias``: (2 I,) or None; ``kind`` as
-    in ``activation``; ``norm_weight``: (K,); ``x_scale``, ``x_codes``: of normed x, as in
-    ``linear`` -> (T, I)."""
+    in ``activation``; ``norm_weight``: (K,); ``x_scale``, ``x_codes``: of normed x, as in ``linear``;
+    ``y_scale``, ``y_codes``: as in ``linear_gated`` -> (T, I)."""
     normed = rms_norm.reference(x, norm_weight, eps)
-    return linear_gated.reference(normed, weight, bias, kind, x_scale, x_codes)
+    return linear_gated.reference(normed, weight, bias, kind, x_scale, x_codes, y_scale, y_codes)
 
 
 def shape_rule(
@@ -37,8 +39,10 @@ def shape_rule(
     eps: float,
     x_scale: float | None = None,
     x_codes: str | None = None,
+    y_scale: float | None = None,
+    y_codes: str | None = None,
 ) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+    return x.new_empty((x.shape[0], weight.shape[0] // 2), dtype=result_dtype(x, y_codes))
 
 
 def samples(g: torch.Generator) -> Iterator[Sample]:
@@ -71,6 +75,9 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         w, scale = torch.randn(96, 256, generator=g) / 16, scale_of(rms_norm.reference(x, norm, 1e-5), codes)
         args = (x, w, None, "silu", norm, 1e-5, scale, codes)
         yield Sample(args=args, name=f"{quant} {tokens}x48x256 static", quant={1: quant})
+        y_scale = scale_of(reference(*args), codes) / 2  # clips
+        name = f"{quant} {tokens}x48x256 static, to codes"
+        yield Sample(args=(*args, y_scale, codes), name=name, quant={1: quant})
 
 
 OP = register(
@@ -78,7 +85,8 @@ OP = register(
         name="norm_linear_gated",
         schema=(
             "norm_linear_gated(Tensor x, Tensor weight, Tensor? bias, str kind, Tensor norm_weight, "
-            "float eps, float? x_scale=None, str? x_codes=None) -> Tensor"
+            "float eps, float? x_scale=None, str? x_codes=None, float? y_scale=None, "
+            "str? y_codes=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

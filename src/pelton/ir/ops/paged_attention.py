@@ -12,6 +12,7 @@ import torch
 
 from pelton.ir import kv_codes
 from pelton.ir.op import Op, Sample, register
+from pelton.ir.static_codes import LARGEST, left, result_dtype
 
 
 def reference(
@@ -26,6 +27,8 @@ def reference(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    y_scale: float | None = None,
+    y_codes: str | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); caches: (blocks, Hkv, block_size, D); ``block_table``: (B, M) int32;
     ``cu_seqlens``: (B+1,) int32; ``seq_lens``: (B,) int32 -> (T, Hq, D).
@@ -33,7 +36,8 @@ def reference(
     A query at position p sees keys j <= p, and j > p - window when ``window`` > 0. Blocks wholly
     outside the window may be freed: their table entries are never read. ``softcap`` > 0 caps scores
     as ``softcap * tanh(s / softcap)`` before the mask. ``k_scale``, ``v_scale``: (Hkv,) float32, of
-    caches of 8 bits (``kv_codes``); None: ones.
+    caches of 8 bits (``kv_codes``); None: ones. With ``y_scale`` and ``y_codes`` the result is codes
+    (``static_codes``).
     """
     out = torch.zeros_like(q)
     group = q.shape[1] // k_cache.shape[1]
@@ -60,7 +64,7 @@ def reference(
         # Slots past the sequence's end hold stale values (0 * NaN would spread), so drop them.
         v = v.masked_fill(~visible.any(0)[:, None, None], 0.0)
         out[start:stop] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
-    return out
+    return left(out, y_scale, y_codes)
 
 
 def shape_rule(
@@ -75,8 +79,10 @@ def shape_rule(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    y_scale: float | None = None,
+    y_codes: str | None = None,
 ) -> torch.Tensor:
-    return q.new_empty(q.shape)
+    return q.new_empty(q.shape, dtype=result_dtype(q, y_codes))
 
 
 def make_sample(
@@ -89,6 +95,7 @@ def make_sample(
     window: int = 0,
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float32,
+    y_codes: str | None = None,
 ) -> Sample:
     """A batch of ``lens`` = (queries, keys) pairs over a shuffled block pool; free slots are NaN.
 
@@ -121,9 +128,10 @@ def make_sample(
         )
     else:
         k_cache, v_cache = caches.to(dtype)
+    left_as = (*(scales or (None, None)), 1 / LARGEST[y_codes], y_codes) if y_codes else scales  # clips
     return Sample(
-        args=(q, k_cache, v_cache, table, cu, seq_lens, dim**-0.5, window, softcap, *scales),
-        name=f"{lens} heads={heads} d={dim} window={window} cap={softcap} {dtype}",
+        args=(q, k_cache, v_cache, table, cu, seq_lens, dim**-0.5, window, softcap, *left_as),
+        name=f"{lens} heads={heads} d={dim} window={window} cap={softcap} {dtype} {y_codes or ''}",
     )
 
 
@@ -143,6 +151,9 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     for dtype in (torch.int8, torch.float8_e4m3fn):
         yield make_sample(g, lens=[(6, 12), (1, 50), (1, 300)], dtype=dtype, block_size=16)
         yield make_sample(g, lens=[(130, 140), (1, 30)], dtype=dtype, heads=(6, 2), dim=84, window=40)
+    for codes in LARGEST:
+        yield make_sample(g, lens=[(20, 30), (1, 50)], dim=128, block_size=16, y_codes=codes)
+        yield make_sample(g, lens=[(1, 30), (1, 9)], heads=(6, 2), block_size=16, y_codes=codes)
 
 
 OP = register(
@@ -151,11 +162,11 @@ OP = register(
         schema=(
             "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
             "Tensor cu_seqlens, Tensor seq_lens, float scale, int window=0, float softcap=0.0, "
-            "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
+            "Tensor? k_scale=None, Tensor? v_scale=None, float? y_scale=None, str? y_codes=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,
         samples=samples,
-        tolerance={"float32": 5e-6, "float16": 5e-6, "bfloat16": 1e-2},
+        tolerance={"float32": 5e-6, "float16": 5e-6, "bfloat16": 1e-2, "int8": 3e-2, "fp8": 4e-2},
     )
 )

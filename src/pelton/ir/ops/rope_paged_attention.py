@@ -13,6 +13,7 @@ import torch
 from pelton.ir import kv_codes
 from pelton.ir.op import Op, Sample, register
 from pelton.ir.ops import paged_attention, rope_kv_write
+from pelton.ir.static_codes import LARGEST, result_dtype
 
 
 def reference(
@@ -36,6 +37,8 @@ def reference(
     v_scale: torch.Tensor | None = None,
     k_shift: torch.Tensor | None = None,
     k_queries: torch.Tensor | None = None,
+    y_scale: float | None = None,
+    y_codes: str | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); ``k``, ``v``: (T, Hkv, D); the rest as in rope_kv_write and paged_attention
     -> (T, Hq, D).
@@ -59,6 +62,8 @@ def reference(
         softcap,
         k_scale,
         v_scale,
+        y_scale=y_scale,
+        y_codes=y_codes,
     )
 
 
@@ -83,8 +88,10 @@ def shape_rule(
     v_scale: torch.Tensor | None = None,
     k_shift: torch.Tensor | None = None,
     k_queries: torch.Tensor | None = None,
+    y_scale: float | None = None,
+    y_codes: str | None = None,
 ) -> torch.Tensor:
-    return q.new_empty(q.shape)
+    return q.new_empty(q.shape, dtype=result_dtype(q, y_codes))
 
 
 def make_sample(
@@ -101,6 +108,7 @@ def make_sample(
     dtype: torch.dtype = torch.float32,
     cached: int = -1,
     shifted: bool = False,
+    y_codes: str | None = None,
 ) -> Sample:
     """A batch of ``lens`` = (queries, keys) pairs; what the step writes is NaN, or 99, in the cache before.
 
@@ -131,9 +139,13 @@ def make_sample(
     numbers = 1e-6, scale, window, softcap
     if shifted:
         scales += [torch.randn(n_kv, dim, generator=g), torch.randn(n_kv, 2 * dim, generator=g).abs()]
+    left_as = (*scales, *[None] * (4 - len(scales)), 1 / LARGEST[y_codes], y_codes) if y_codes else scales
+    name = (
+        f"{attention.name} rotary={rotary} normed={normed} cached={cached} shifted={shifted} {y_codes or ''}"
+    )
     return Sample(
-        args=(*qkv_views, cos_sin, k_cache, v_cache, *step, *weights, *numbers, *scales),
-        name=f"{attention.name} rotary={rotary} normed={normed} cached={cached} shifted={shifted}",
+        args=(*qkv_views, cos_sin, k_cache, v_cache, *step, *weights, *numbers, *left_as),
+        name=name,
     )
 
 
@@ -151,6 +163,9 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     for dtype in (torch.int8, torch.float8_e4m3fn):
         yield make_sample(g, lens=[(1, 70), (1, 50)], dtype=dtype, dim=80, rotary=32, shifted=True)
         yield make_sample(g, lens=[(5, 5), (1, 8)], dtype=dtype, dim=128, normed=True, shifted=True)
+    for codes in LARGEST:
+        yield make_sample(g, lens=[(1, 130), (1, 9)], dim=128, block_size=16, y_codes=codes)
+        yield make_sample(g, lens=[(20, 30), (1, 9)], heads=(8, 2), block_size=16, y_codes=codes)
 
 
 OP = register(
@@ -161,12 +176,12 @@ OP = register(
             "Tensor(b!) v_cache, Tensor slot_mapping, Tensor block_table, Tensor cu_seqlens, "
             "Tensor seq_lens, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window=0, "
             "float softcap=0.0, Tensor? k_scale=None, Tensor? v_scale=None, "
-            "Tensor? k_shift=None, Tensor? k_queries=None) -> Tensor"
+            "Tensor? k_shift=None, Tensor? k_queries=None, float? y_scale=None, str? y_codes=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,
         samples=samples,
-        tolerance={"float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2},
+        tolerance={"float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2, "int8": 3e-2, "fp8": 4e-2},
         mutates=(4, 5),
         optional=True,
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pelton.dtypes import ITEMSIZE
 from pelton.ir import group_blocks
 from pelton.kernels.gpu_rows8 import scales_at
-from pelton.kernels.launch import CallSpec, CudaBuilder, LaunchSpec, TensorMap, rows
+from pelton.kernels.launch import CallSpec, CudaBuilder, LaunchSpec, TensorMap, result_code, rows
 from pelton.kernels.linear.tiles import PROCESSORS, HopperTiles
 
 FILE, FILE_8 = "linear/hopper_rows.cu", "linear/hopper_rows8.cu"
@@ -41,11 +42,20 @@ class HopperProduct:
     bias: bool
     quant: str = ""
     """Type of a weight of 8-bit codes (layout ``rows8``); empty: elements of ``dtype``."""
+    x_scale: float = 0.0
+    """Not 0: x is codes of this static scale, of the weight's type."""
+    y_scale: float = 0.0
+    """Not 0: the result is codes of this static scale."""
 
     @property
     def columns(self) -> int:
         """Of a box of the weight."""
         return ROW_BYTES if self.quant else X_COLUMNS
+
+    @property
+    def x_columns(self) -> int:
+        """Of a box of x."""
+        return ROW_BYTES if self.x_scale else X_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ def plan(p: HopperProduct, tiles: HopperTiles) -> _Plan | None:
     n_tiles = -(-p.n // out_rows(p, tiles))
     workers = -(-n_tiles // -(-n_tiles // PROCESSORS))
     each = -(-n_tiles // workers)
-    stage = tiles.boxes * (tiles.rows + p.columns // X_COLUMNS * tiles.tokens) * ROW_BYTES
+    stage = tiles.boxes * (tiles.rows + p.columns // p.x_columns * tiles.tokens) * ROW_BYTES
     columns = -(-p.k // (p.columns * tiles.boxes)) * p.columns * tiles.boxes
     sums = tiles.splits * tiles.rows * tiles.tokens * 4
     most = _MOST_STAGES_8 if p.quant else _MOST_STAGES
@@ -96,7 +106,7 @@ def product(call: CallSpec, p: HopperProduct, tiles: HopperTiles) -> LaunchSpec:
     layout = plan(p, tiles)
     assert layout is not None, f"{tiles} does not fit"
     stacked = 2 * p.n if p.kind else p.n
-    x_row = 2 * x.strides[0]
+    x_row = ITEMSIZE[x.dtype] * x.strides[0]
     constants: dict[str, int] = {}
     if p.quant:
         # The third dimension: boxes, of which one copy takes several.
@@ -108,14 +118,15 @@ def product(call: CallSpec, p: HopperProduct, tiles: HopperTiles) -> LaunchSpec:
             box=(p.columns, out_rows(p, tiles), w_boxes),
         )
         x_map = TensorMap(
-            dtype=p.dtype,
-            shape=(X_COLUMNS, p.max_tokens, p.k // X_COLUMNS),
+            dtype="uint8" if p.x_scale else p.dtype,
+            shape=(p.x_columns, p.max_tokens, p.k // p.x_columns),
             strides=(x_row, ROW_BYTES),
-            box=(X_COLUMNS, tiles.tokens, p.columns // X_COLUMNS * tiles.boxes),
+            box=(p.x_columns, tiles.tokens, p.columns // p.x_columns * tiles.boxes),
         )
         b = CudaBuilder(call, FILE_8, "product").tensor_map(1, w_map).input(1).tensor_map(0, x_map)
         constants = {"CODE": _CODES[p.quant], "SCALES": scales_at((stacked, p.k))}
         constants["GROUPED"] = int(group_blocks.group_of(p.quant) > 0)
+        constants |= {"X_CODES": int(p.x_scale > 0), "RESULT_CODE": result_code(call)}
     else:
         w_map = TensorMap(
             dtype=p.dtype, shape=(p.k, stacked), strides=(2 * p.k,), box=(X_COLUMNS, out_rows(p, tiles))
@@ -127,6 +138,8 @@ def product(call: CallSpec, p: HopperProduct, tiles: HopperTiles) -> LaunchSpec:
     for index in (p.norm, 2 if p.bias else None, p.residual):
         b = b.nothing() if index is None else b.input(index)
     b.output().dim(x.shape[0]).number(float(call.attrs.get("eps", 0.0)))
+    if p.quant:
+        b.number(p.x_scale).number(p.y_scale)
     return b.launch(
         (rows(x, tiles.tokens, layout.workers),),
         constants={

@@ -20,7 +20,7 @@ typedef unsigned short u16;
 
 constexpr int UNIT = 128, HALVES = GATED ? 2 : 1, GROUPS = WG_M * WG_N, THREADS = 128 * GROUPS;
 // What hopper_finish.cuh asks for: scales are done with when sums are there.
-constexpr int CODE = 0, EXACT = 0, M_TILES = 1;
+constexpr int CODE = 0, EXACT = 0, STATIC = 0, RESULT_CODE = 0, M_TILES = 1;
 constexpr int X_ROWS = 64 * WG_M, ROWS = COLUMNS * WG_N, VALUES = COLUMNS / 2, STACKED = HALVES * RESULTS;
 constexpr int TILE = ROWS / HALVES, TILES = (RESULTS + TILE - 1) / TILE, CLUSTER = SPLIT * SHARE, UNITS = INNER / UNIT;
 constexpr u32 X_SPACE = X_ROWS * UNIT, W_BYTES = ROWS * UNIT, STAGE_SPACE = X_SPACE + W_BYTES;

@@ -20,7 +20,7 @@ from pelton.kernels.linear.hopper_products import (
 from pelton.kernels.linear.products import Form, Product, aligned
 from pelton.kernels.linear.rows8 import BLOCKS, LAYOUT, supports_rows8, unpacked, unpacked_bytes
 from pelton.kernels.linear.tiles import PROCESSORS
-from pelton.kernels.tactic import NodeSpec, Tactic, static_codes
+from pelton.kernels.tactic import NodeSpec, Tactic, no_codes
 
 FILE = "linear/hopper_blocks.cu"
 #: Columns of a scale, and of a unit.
@@ -117,7 +117,7 @@ def supports_blocks(form: Form, node: NodeSpec) -> bool:
     weight = node.inputs[1]
     assert weight is not None
     eights = int(weight.shape[0]) % (16 if form.gated else 8) == 0
-    return weight.quant == BLOCKS and eights and supports_rows8(form, node) and not static_codes(node)
+    return weight.quant == BLOCKS and eights and supports_rows8(form, node) and no_codes(node)
 
 
 def block_tactics(op: str, form: Form) -> list[Tactic]:

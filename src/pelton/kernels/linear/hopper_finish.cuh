@@ -1,6 +1,7 @@
 // What follows the sums of hopper_products.cu and hopper_blocks.cu, whose constants these are: scales, bias, activation,
-// residual, and the result's rows.
+// residual, and the result's rows: elements, or codes of one scale where RESULT_CODE is not 0 (e4m3 1, int8 2).
 #pragma once
+#include "codes.cuh"
 
 DEVICE float low_half(u32 w) {
 #if HALF
@@ -50,12 +51,13 @@ DEVICE float activate(float v) {
 constexpr int EIGHTS_OF_SIXTEEN = 2 / HALVES, EIGHTS = SIXTEENS * EIGHTS_OF_SIXTEEN;
 
 // Of one item and thread: of each sixteen by sixteen, sum 4 o + 2 h + e is of row lane / 4 + 8 h of x, row 8 o +
-// 2 (lane % 4) + e of the weight. Of results, words of two: results 2 (lane % 4) of an eight.
+// 2 (lane % 4) + e of the weight. Of results, words of two: results 2 (lane % 4) of an eight; codes are in the low half.
 struct Finish {
     u32 vectors;  // scales in shared memory, and behind them what is added
     int tokens;
     const u16* residual;
-    u16* out;
+    u16* out;  // or codes
+    float result_scale, x_scale;  // of RESULT_CODE; of STATIC
     int row, n;  // the warp's first row of x; the warp group's first result
     float x_scales[M_TILES][2];
 
@@ -83,7 +85,7 @@ struct Finish {
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                x_scales[m][h] = CODE && token(m, h) < tokens ? __ldcg(scales + token(m, h)) : 1.0f;
+                x_scales[m][h] = STATIC ? x_scale : CODE && token(m, h) < tokens ? __ldcg(scales + token(m, h)) : 1.0f;
     }
     DEVICE void sums_are_there(int group) const {
         if (CODE || BIAS) named_sync(2 + group, 128);
@@ -92,6 +94,7 @@ struct Finish {
     // From the sums `v` of sixteen `g`: the words of its eights, of rows h; `r`: the residual's.
     DEVICE void round(u32 (&w)[EIGHTS_OF_SIXTEEN][2], const float (&v)[8], const u32 (&r)[EIGHTS_OF_SIXTEEN][2], int g,
                       float first_scale, float second_scale) const {
+        const float inverse = RESULT_CODE ? 1.0f / result_scale : 1.0f;
         float2 scale[2], add[2];
 #pragma unroll
         for (int o = 0; o < 2; ++o) {
@@ -121,6 +124,9 @@ struct Finish {
             for (int o = 0; o < EIGHTS_OF_SIXTEEN; ++o) {
                 if (RESIDUAL) y[o][0] += low_half(r[o][h]), y[o][1] += high_half(r[o][h]);
                 w[o][h] = pack(y[o][0], y[o][1]);
+                // Rounded to elements first, as another kernel would read them.
+                if (RESULT_CODE)
+                    w[o][h] = to_codes<RESULT_CODE>(low_half(w[o][h]) * inverse, high_half(w[o][h]) * inverse);
             }
         }
     }
@@ -145,8 +151,11 @@ struct Finish {
         for (int h = 0; h < (EXACT ? 1 : 2); ++h)
 #pragma unroll
             for (int o = 0; o < EIGHTS_OF_SIXTEEN; ++o)
-                if (inside(m, g, o, h))
-                    *reinterpret_cast<u32*>(out + (long long)token(m, h) * RESULTS + column(g, o)) = w[o][h];
+                if (inside(m, g, o, h)) {
+                    const long long at = (long long)token(m, h) * RESULTS + column(g, o);
+                    if (RESULT_CODE) *reinterpret_cast<u16*>(reinterpret_cast<u8*>(out) + at) = w[o][h];
+                    else *reinterpret_cast<u32*>(out + at) = w[o][h];
+                }
     }
 
     // ---- Four eights from `first` on: each lane has one, 16 bytes; transposed, words of all ----
@@ -166,8 +175,12 @@ struct Finish {
     DEVICE void store_fours(u32 (&w)[4], int m, int h, int first) const {
         transpose(w);
         int at;
-        if (own(m, h, first, at))
-            *reinterpret_cast<uint4*>(out + (long long)token(m, h) * RESULTS + at) = make_uint4(w[0], w[1], w[2], w[3]);
+        if (!own(m, h, first, at)) return;
+        const long long from = (long long)token(m, h) * RESULTS + at;
+        if (RESULT_CODE)
+            *reinterpret_cast<uint2*>(reinterpret_cast<u8*>(out) + from) =
+                make_uint2(w[0] | w[1] << 16, w[2] | w[3] << 16);
+        else *reinterpret_cast<uint4*>(out + from) = make_uint4(w[0], w[1], w[2], w[3]);
     }
 
     // All results of the sums `value(m, i)`.

@@ -9,7 +9,8 @@
 // them to all. SPLIT blocks share a tile's columns: each adds up, in one order, a share of their sums, through the
 // cluster's distributed shared memory.
 //
-// With codes (CODE 1: e4m3, 2: int8) x and weight have 8 bits, a float32 scale for each row. Of EXACT, x is two
+// With codes (CODE 1: e4m3, 2: int8) x and weight have 8 bits, a float32 scale for each row; of STATIC, x has one scale.
+// With RESULT_CODE (the same numbers; 0: none) the result is codes of one scale, too. Of EXACT, x is two
 // codes: rows 16 i + j and 16 i + j + 8 are the high and the low part of row 8 i + j, and meet in a thread: high +
 // low / 16 (e4m3), 256 high + low (int8). Tensor cores add products of e4m3 with 14 bits: every PROMOTE units (0:
 // never) sums are taken over in float32.
@@ -17,7 +18,8 @@
 // GROUP times SHARE tiles of x (0: all) meet all rows of the weight before the next do, so that L2 holds them.
 //
 // Constants: CODE (0: bfloat16, or float16 with HALF), RESULTS of INNER columns; WG_M, WG_N, M_TILES, COLUMNS
-// (16 SIXTEENS), X_BOX (rows of x that are copied, up to X_ROWS), STAGES, SPLIT, SHARE, GROUP, PROMOTE, EXACT;
+// (16 SIXTEENS), X_BOX (rows of x that are copied, up to X_ROWS), STAGES, SPLIT, SHARE, GROUP, PROMOTE, EXACT, STATIC,
+// RESULT_CODE;
 // GATED (0: no; else the activation: silu 1, gelu 2, gelu_tanh 3, relu 4; the weight has RESULTS gate rows, then as many
 // up rows, and eights of either alternate in a tile); BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to
 // row).
@@ -286,7 +288,8 @@ static_assert(!UNEVEN || GROUPS == 2, "registers for two");
 
 extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) __cluster_dims__(SPLIT * SHARE, 1, 1)
     products(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const u8* packed,
-             const float* x_scales, const float* bias, const u16* residual, u16* out, int tokens) {
+             const float* x_scales, const float* bias, const u16* residual, u16* out, int tokens, float x_scale,
+             float result_scale) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
     const Work work(tokens);
@@ -319,6 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
         Finish finish;
         finish.vectors = shared.base + SCALES_AT + threadIdx.x / 128 * 2 * VECTOR;
         finish.tokens = tokens, finish.residual = residual, finish.out = out;
+        finish.x_scale = x_scale, finish.result_scale = result_scale;
         compute(shared, work, finish, x_scales, reinterpret_cast<const float*>(packed + codes), bias);
     }
     cluster_sync();  // no block's memory is read or written to after its end

@@ -12,6 +12,7 @@ from pelton.kernels.launch import (
     TensorMap,
     Term,
     Work,
+    result_code,
     rows,
 )
 from pelton.kernels.linear.packed import X_CODES
@@ -92,7 +93,7 @@ def quantise_launch(
     b = CudaBuilder(p.call, QUANTIZE, "quantize_rows").input(0)
     b = b.nothing() if p.form.norm is None else b.input(p.form.norm)
     b.workspace().workspace(scales).number(float(p.call.attrs.get("eps", 0.0)))
-    b.number(float(p.call.attrs.get("x_scale") or 0.0))
+    b.number(p.x_scale)
     vectors = p.k // 8
     threads = 32 * -(-vectors // (32 * -(-vectors // 256)))  # several rows beside each other
     return b.launch(
@@ -131,7 +132,7 @@ def weight_map(p: Product, tiles: ProductTiles, dtype: str) -> TensorMap:
 def products(
     form: Form, call: CallSpec, tiles: ProductTiles, max_tokens: int, *, exact: bool = False
 ) -> tuple[Work, ...]:
-    """x as codes, of a dense weight the norm, where there is one; and the product.
+    """x as codes, where it is none yet, of a dense weight the norm, where there is one; and the product.
 
     ``exact``: x as two codes a value.
     """
@@ -148,7 +149,10 @@ def products(
     assert not codes or p.k % ROW_BYTES == 0, "no padding between rows of the weight"
     before: tuple[Work, ...]
     b = CudaBuilder(call, FILE, "products").tensor_map(1, weight_map(p, tiles, dtype))
-    if codes:
+    if p.coded:
+        before = ()
+        b.tensor_map(0, x_map).input(1).nothing()
+    elif codes:
         quantise, scales = quantised(p, exact)
         before = (quantise,)
         b.workspace_map(0, x_map).input(1).workspace(scales)
@@ -159,7 +163,7 @@ def products(
     bias = call.inputs[2] is not None
     for index in (2 if bias else None, form.residual):
         b = b.nothing() if index is None else b.input(index)
-    b.output().dim(p.x.shape[0])
+    b.output().dim(p.x.shape[0]).number(p.x_scale).number(p.y_scale)
     cluster = tiles.split * tiles.share
     items = -(-p.n // tile) * -(-rows_of_x // (tiles.x_rows * tiles.share))
     most = items if tiles.split > 1 else PROCESSORS // cluster  # blocks stay, and take as many items each
@@ -190,6 +194,8 @@ def products(
             "PROMOTE": tiles.promote,
             "GROUP": tiles.group // tiles.share,
             "EXACT": int(exact),
+            "STATIC": int(p.x_scale > 0 and not exact),
+            "RESULT_CODE": result_code(call),
             "GATED": _ACTIVATIONS[p.kind],
             "BIAS": int(bias),
             "RESIDUAL": int(form.residual is not None),
@@ -259,7 +265,9 @@ def many_tiles(stacked: int, largest: int) -> ProductTiles:
 def reached(p: Product) -> bool:
     """Whether rows lie as tensor copies want them, and the residual's in whole 16 bytes."""
     residual = None if p.form.residual is None else p.call.input(p.form.residual)
-    return p.copies() and (residual is None or residual.strides[0] % 8 == 0)
+    lie_so = p.copies() and (residual is None or residual.strides[0] % 8 == 0)
+    assert lie_so or not (p.coded or p.y_scale), "codes are rows as a kernel has left them"
+    return lie_so
 
 
 def supports_codes(form: Form, node: NodeSpec) -> bool:

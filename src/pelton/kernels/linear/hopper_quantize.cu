@@ -13,6 +13,7 @@
 // Constants: CODE, INNER (a multiple of 8), X_ROW (elements from row to row of x), EXACT, NORM, HALF (float16 instead of
 // bfloat16), THREADS, GROUP, X_SCALES.
 #include "hopper.cuh"
+#include "codes.cuh"
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -51,12 +52,7 @@ DEVICE float over_block(float v, float* sums) {
 
 DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Two floats as e4m3, `low` in the low byte, and back.
-DEVICE u32 to_e4m3(float low, float high) {
-    u16 y;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
-    return y;
-}
+// What two codes of e4m3 stand for.
 DEVICE void from_e4m3(u32 codes, float& low, float& high) {
     asm("{.reg .b32 t; .reg .f16 a, b; cvt.rn.f16x2.e4m3x2 t, %2; mov.b32 {a, b}, t; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
         : "=f"(low), "=f"(high)
@@ -78,22 +74,17 @@ DEVICE void choose_scale(float top, float& scale, float& inverse) {
 
 // Codes of two values, the second in the upper byte; `less`: of EXACT, those of what is left.
 DEVICE u32 code_of(float a, float b, u32& less) {
+    if (!EXACT) return to_codes<CODE>(a, b);
     if (CODE == 1) {
         const u32 q = to_e4m3(a, b);
-        if (EXACT) {
-            float x, y;
-            from_e4m3(q, x, y);
-            less = to_e4m3((a - x) * 16.0f, (b - y) * 16.0f);
-        }
+        float x, y;
+        from_e4m3(q, x, y);
+        less = to_e4m3((a - x) * 16.0f, (b - y) * 16.0f);
         return q;
     }
-    int x = __float2int_rn(a), y = __float2int_rn(b);
-    if (!EXACT) x = max(-127, min(127, x)), y = max(-127, min(127, y));
-    if (EXACT) {
-        less = (x & 255) | (y & 255) << 8;
-        x = (x + 128) >> 8, y = (y + 128) >> 8;
-    }
-    return (x & 255) | (y & 255) << 8;
+    const int x = __float2int_rn(a), y = __float2int_rn(b);
+    less = (x & 255) | (y & 255) << 8;
+    return ((x + 128) >> 8 & 255) | ((y + 128) >> 8 & 255) << 8;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

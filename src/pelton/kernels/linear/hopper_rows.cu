@@ -1,7 +1,8 @@
 // Products of up to 16 tokens with a matrix of 16 bits on compute capability 9.0, bound by the memory that holds the
 // matrix: hopper_rows.cuh says how. Splits take turns in the sixteenths of a part's columns.
 constexpr int COLUMNS = 64;
-constexpr bool ROW_SCALES = false;
+constexpr bool ROW_SCALES = false, X_CODES = false;
+constexpr int RESULT_CODE = 0;
 #include "hopper_rows.cuh"
 
 DEVICE void load_2(u32 (&r)[2], u32 address) {
@@ -109,7 +110,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* bi
         if (TILES == 1) named_sync(1, THREADS);  // the last of the ring has been read
         leave(shared, d, squares, step < STEPS);
         named_sync(1, THREADS);
-        finish(shared, step / STEPS, tokens, eps, bias, besides, out);
+        finish(shared, step / STEPS, tokens, eps, bias, besides, out, 0.0f);
         named_sync(1, THREADS);
     }
 }

@@ -11,11 +11,13 @@
 // as many up rows, and half of a tile is of either); NORM; BIAS, RESIDUAL (whether there is one); R_ROW (elements
 // from row to row of the residual), HALF (float16 instead of bfloat16; not with NORM).
 //
-// Whoever includes this says before how many COLUMNS a box has and whether rows have scales (ROW_SCALES), and
-// defines `copy_weights` and `copy_x`.
+// Whoever includes this says before how many COLUMNS a box has, whether rows have scales (ROW_SCALES), whether x is
+// codes (X_CODES), of what codes the result is (RESULT_CODE: e4m3 1, int8 2; 0: elements), and defines `copy_weights`
+// and `copy_x`.
 #pragma once
 #include "hopper.cuh"
 #include "activation.cuh"
+#include "codes.cuh"
 
 constexpr int THREADS = 32 * WARPS, ROW_BYTES = 128;
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
@@ -24,7 +26,7 @@ constexpr int N_TILES = (RESULTS + OUT_ROWS - 1) / OUT_ROWS;
 constexpr int STEPS = (INNER + COLUMNS * BOXES - 1) / (COLUMNS * BOXES);  // of a tile: filled places of the ring
 constexpr int TILES = (N_TILES + WORKERS - 1) / WORKERS;  // of a block; those past the end are empty
 constexpr int PARTS = WARPS / SPLITS, ROW_TILES = ROWS / 16 / PARTS, TOKEN_TILES = TOKENS / 8;
-constexpr int X_BOXES = COLUMNS / 64;  // of a box of the weight
+constexpr int X_BOXES = X_CODES ? 1 : COLUMNS / 64;  // of a box of the weight
 constexpr u32 W_BOX = ROWS * ROW_BYTES, X_BOX = TOKENS * ROW_BYTES, STAGE_BYTES = BOXES * (W_BOX + X_BOXES * X_BOX);
 constexpr u32 NORM_AT = STAGES * STAGE_BYTES, NORM_BYTES = NORM ? STEPS * BOXES * COLUMNS * 2 : 0;
 constexpr u32 SCALES_AT = NORM_AT + NORM_BYTES, SCALES_BYTES = ROW_SCALES ? ROWS * 4 : 0;
@@ -176,11 +178,11 @@ DEVICE void load_scales(Besides& besides, int turn, const float* scales) {
         besides.scales[i] = row < ROWS && n < RESULTS ? scales[row / OUT_ROWS * RESULTS + n] : 0.0f;
     }
 }
-DEVICE void put_scales(const Shared& shared, const Besides& besides) {
+DEVICE void put_scales(const Shared& shared, const Besides& besides, float x_scale) {
 #pragma unroll
     for (int i = 0; i < (ROWS + THREADS - 1) / THREADS; ++i) {
         const int row = threadIdx.x + i * THREADS;
-        if (row < ROWS) put_shared(shared.base + SCALES_AT + 4 * row, __float_as_uint(besides.scales[i]));
+        if (row < ROWS) put_shared(shared.base + SCALES_AT + 4 * row, __float_as_uint(besides.scales[i] * x_scale));
     }
 }
 
@@ -193,10 +195,11 @@ DEVICE void load_residual(Besides& besides, int turn, int tokens, const unsigned
     }
 }
 
-// A tile's sums of all splits, and what follows: scale, bias, activation, residual. `turn`: which of the block's
+// A tile's sums of all splits, and what follows: scale, bias, activation, residual, codes. `turn`: which of the block's
 // tiles it is.
 DEVICE void finish(const Shared& shared, int turn, int tokens, float eps, const float* bias,
-                   const Besides& besides, unsigned short* out) {
+                   const Besides& besides, unsigned short* out, float result_scale) {
+    const float inverse = RESULT_CODE ? 1.0f / result_scale : 1.0f;
 #pragma unroll
     for (int c = 0; c < CELLS; ++c) {
         const Cell cell(c, turn, tokens);
@@ -228,7 +231,10 @@ DEVICE void finish(const Shared& shared, int turn, int tokens, float eps, const 
             v = activate(rounded(v)) * rounded(up);
         }
         if (RESIDUAL) v += low_half(besides.added[c]);
-        out[(long long)m * RESULTS + n] = pack(v, 0.0f);
+        const long long at = (long long)m * RESULTS + n;
+        // Rounded to elements first, as another kernel would read them.
+        if (RESULT_CODE) reinterpret_cast<unsigned char*>(out)[at] = to_codes<RESULT_CODE>(rounded(v) * inverse, 0.0f);
+        else out[at] = pack(v, 0.0f);
     }
 }
 

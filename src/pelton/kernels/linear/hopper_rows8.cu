@@ -8,15 +8,18 @@
 // far below what float32 sums keep. Columns of a product of 16 are taken in the order in which `ldmatrix`, made for
 // elements of 16 bits, gives bytes: lane 4 g + q has columns 4 q to 4 q + 3 of row g.
 //
+// Of X_CODES x is codes with one scale, which float16 holds as they are.
+//
 // With GROUPED, rows have a scale for each 128 columns, those of all rows for a box behind each other: the sums of a box
 // are multiplied with them.
 //
-// Constants besides: CODE (e4m3 1, int8 2), SCALES (where the weight's scales begin), GROUPED.
+// Constants besides: CODE (e4m3 1, int8 2; of x, too), SCALES (where the weight's scales begin), GROUPED.
 constexpr int COLUMNS = 128;
 constexpr bool ROW_SCALES = !GROUPED;
 #include "hopper_rows.cuh"
 
 static_assert(!HALF && INNER % COLUMNS == 0 && SPLITS % BOXES == 0, "whole boxes, each of one split");
+static_assert(!X_CODES || (!NORM && !GROUPED), "x is multiplied by nothing but its scale, at the end");
 static_assert(SPLITS / BOXES <= STAGES, "a warp is at most a lap ahead of another");
 
 constexpr u32 OWN_AT = (BARRIERS_AT + 24 * STAGES + 15) / 16 * 16;  // 256 bytes of each warp
@@ -153,6 +156,13 @@ DEVICE void load_x_of_one(u32 (&b)[8][2], float (&factors)[2], u32 at, u32 own, 
     factors[0] = factors[1] = inverse_of(exponent);
 }
 
+// The same of codes, which need no factors.
+DEVICE void load_x_codes(u32 (&b)[8][2], u32 at) {
+    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (int s = 0; s < 8; ++s) decode(shared_word(at + g * ROW_BYTES + (s ^ g) * 16 + q * 4), b[s][0], b[s][1]);
+}
+
 // Of GROUPED, the scales of this lane's rows for a box of the tile.
 DEVICE void load_group_scales(float (&d)[ROW_TILES][2], int turn, int box, const float* scales) {
     const int part = threadIdx.x / 32 / SPLITS;
@@ -167,7 +177,7 @@ DEVICE void load_group_scales(float (&d)[ROW_TILES][2], int turn, int box, const
 }
 
 DEVICE void compute(const Shared& shared, int tokens, float eps, const float* scales, const float* bias,
-                    const unsigned short* residual, unsigned short* out) {
+                    const unsigned short* residual, unsigned short* out, float x_scale, float result_scale) {
     const int lane = threadIdx.x % 32, split = threadIdx.x / 32 % SPLITS, part = threadIdx.x / 32 / SPLITS;
     // What this lane points `ldmatrix` to: a row, and one of two chunks of 16 columns.
     const u32 w_row = (part * ROW_TILES * 16 + lane % 16) * ROW_BYTES, w_chunk = (lane / 16 ^ lane % 8) * 16;
@@ -200,7 +210,10 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
             const u32 x = shared.x(stage) + place * X_BOXES * X_BOX;
             const u32 gains = shared.base + NORM_AT + (box - turn * STEPS * BOXES) * COLUMNS * 2;
             const bool counts = turn == 0 && part == 0;
-            if (TOKENS == 8 && tokens == 1) {
+            if (X_CODES) {
+#pragma unroll
+                for (int j = 0; j < TOKEN_TILES; ++j) load_x_codes(b[j], x + j * 8 * ROW_BYTES);
+            } else if (TOKENS == 8 && tokens == 1) {
                 load_x_of_one(b[0], factors[0], x, shared.base + OWN_AT + threadIdx.x / 32 * 256, gains, squares[0], counts);
             } else {
 #pragma unroll
@@ -208,7 +221,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
                     load_x(b[j], factors[j], x + j * 8 * ROW_BYTES, gains, squares[j], counts);
             }
             barrier_wait(shared.full(stage), lap % 2);
-            float now[ROW_TILES][TOKEN_TILES][4];
+            float now[ROW_TILES][TOKEN_TILES][4];  // of X_CODES not used
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
 #pragma unroll
@@ -223,7 +236,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
 #pragma unroll
                         for (int j = 0; j < TOKEN_TILES; ++j) {
                             if (pair == 0 && h == 0) now[r][j][0] = now[r][j][1] = now[r][j][2] = now[r][j][3] = 0.0f;
-                            multiply(now[r][j], a[h], b[j][2 * pair + h]);
+                            multiply(X_CODES ? d[r][j] : now[r][j], a[h], b[j][2 * pair + h]);
                         }
                     }
                 }
@@ -231,7 +244,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
             __syncwarp();
             if (lane == 0) barrier_arrive(shared.empty(stage));
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
+            for (int r = 0; r < (X_CODES ? 0 : ROW_TILES); ++r)
 #pragma unroll
                 for (int j = 0; j < TOKEN_TILES; ++j)
 #pragma unroll
@@ -244,9 +257,9 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
         }
         if (TILES == 1) named_sync(1, THREADS);  // the last of the ring has been read
         leave(shared, d, squares, turn == 0);
-        if (ROW_SCALES) put_scales(shared, besides);
+        if (ROW_SCALES) put_scales(shared, besides, X_CODES ? x_scale : 1.0f);
         named_sync(1, THREADS);
-        finish(shared, turn, tokens, eps, bias, besides, out);
+        finish(shared, turn, tokens, eps, bias, besides, out, result_scale);
         named_sync(1, THREADS);
     }
 }
@@ -254,7 +267,7 @@ DEVICE void compute(const Shared& shared, int tokens, float eps, const float* sc
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
     product(const __grid_constant__ TensorMap codes, const unsigned char* weight, const __grid_constant__ TensorMap x,
             const float* norm, const float* bias, const unsigned short* residual, unsigned short* out, int tokens,
-            float eps) {
+            float eps, float x_scale, float result_scale) {
     extern __shared__ unsigned char memory[];
     const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024};
     Gains gains;
@@ -265,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
         copy(shared, &codes, &x);
     } else {
         if (NORM) gains.put(shared);
-        compute(shared, tokens, eps, (const float*)(weight + SCALES), bias, residual, out);
+        compute(shared, tokens, eps, (const float*)(weight + SCALES), bias, residual, out, x_scale,
+                result_scale);
     }
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pelton.kernels.gated_activation.cpu import KINDS
-from pelton.kernels.tactic import NodeSpec, static_codes
+from pelton.kernels.tactic import NodeSpec, no_codes
 
 #: Ends the names of int8 tactics that unpack a panel's weights before its products from 2 tokens on (the
 #: others from 9 on). The results are the same, bit for bit.
@@ -11,11 +11,11 @@ UNPACKED = ".unpacked"
 
 
 def float_input(node: NodeSpec, quant: str) -> bool:
-    """Whether input and bias are float32, no static scale rounds the input, and the weight's values are of
-    type ``quant``."""
+    """Whether input and bias are float32, no static scale rounds input or result, and the weight's values are
+    of type ``quant``."""
     x, weight, *rest = node.inputs
     plain = all(t is None or t.dtype == "float32" for t in (x, *rest))
-    return plain and weight is not None and (weight.quant or weight.dtype) == quant and not static_codes(node)
+    return plain and weight is not None and (weight.quant or weight.dtype) == quant and no_codes(node)
 
 
 def quantised_input(node: NodeSpec, quant: str) -> bool:

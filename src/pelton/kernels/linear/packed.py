@@ -28,7 +28,7 @@ from pelton.kernels.linear.packed_tiles import (
     unit_columns,
 )
 from pelton.kernels.linear.products import Form, Launches, Product, aligned, cublaslt, normed_bytes
-from pelton.kernels.tactic import GPU_FLOATS, NodeSpec, Tactic, static_codes
+from pelton.kernels.tactic import GPU_FLOATS, NodeSpec, Tactic, no_codes
 
 MODULE = "pelton.kernels.linear.triton_packed"
 UNPACK = "pelton.kernels.linear.triton_unpack"
@@ -108,7 +108,7 @@ def supports_packed(form: Form, node: NodeSpec) -> bool:
         weight.quant in GPU_BLOCK_TYPES
         and all(kind in GPU_FLOATS for kind in rest)
         and gated
-        and not static_codes(node)
+        and no_codes(node)
     )
 
 

@@ -13,7 +13,7 @@ from pelton.kernels.launch import CallSpec, CudaBuilder, LaunchSpec, Term, Work
 from pelton.kernels.linear.packed import LAYOUT, type_constants
 from pelton.kernels.linear.products import Form, Product
 from pelton.kernels.linear.tiles import PROCESSORS
-from pelton.kernels.tactic import NodeSpec, Tactic, static_codes
+from pelton.kernels.tactic import NodeSpec, Tactic, no_codes
 
 FILE = "linear/packed.cu"
 #: Columns that a warp takes at a time.
@@ -178,7 +178,7 @@ def supports_few(form: Form, node: NodeSpec) -> bool:
     x, weight, *_ = node.inputs
     assert x is not None
     assert weight is not None
-    if weight.quant not in GPU_BLOCK_TYPES or static_codes(node):
+    if weight.quant not in GPU_BLOCK_TYPES or not no_codes(node):
         return False
     kind = type_constants(weight.quant)
     vectors = [node.inputs[i] for i in (2, form.norm) if i is not None]

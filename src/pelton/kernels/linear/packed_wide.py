@@ -13,7 +13,7 @@ from pelton.kernels.launch import CallSpec, CudaBuilder, TensorMap, Term, Work, 
 from pelton.kernels.linear.packed import LAYOUT, type_constants
 from pelton.kernels.linear.products import Form, Product, normed_workspace
 from pelton.kernels.linear.tiles import PROCESSORS
-from pelton.kernels.tactic import NodeSpec, Tactic, static_codes
+from pelton.kernels.tactic import NodeSpec, Tactic, no_codes
 
 FILE = "linear/hopper_wide.cu"
 #: Columns of a unit.
@@ -218,7 +218,7 @@ def supports_wide(form: Form, node: NodeSpec) -> bool:
         and int(weight.shape[0]) % (PANEL * (2 if form.gated else 1)) == 0
         and int(weight.shape[1]) % UNIT == 0
         and (not form.gated or node.attrs["kind"] in KINDS)
-        and not static_codes(node)
+        and no_codes(node)
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pelton.dtypes import ITEMSIZE
+from pelton.dtypes import CODE_DTYPES, ITEMSIZE
 from pelton.kernels.gated_activation.cuda import KINDS
 from pelton.kernels.gated_activation.cuda import MODULE as GATED
 from pelton.kernels.launch import (
@@ -38,7 +38,7 @@ from pelton.kernels.linear.tiles import (
     stream_tiles,
 )
 from pelton.kernels.rms_norm.cuda import norm_launch
-from pelton.kernels.tactic import NodeSpec, Tactic
+from pelton.kernels.tactic import NodeSpec, Tactic, no_codes
 
 GEMV = "pelton.kernels.linear.triton_gemv"
 GEMM = "pelton.kernels.linear.triton_gemm"
@@ -68,9 +68,10 @@ Launches = Callable[[CallSpec, int], tuple[Work, ...]]
 
 
 def supports_dense(form: Form, node: NodeSpec) -> bool:
-    """Nothing packed; an activation that the kernels know."""
+    """Nothing packed, no codes; an activation that the kernels know."""
     kinds = [t.quant or t.dtype for t in node.inputs if t is not None]
-    return all(kind in _DENSE for kind in kinds) and (not form.gated or node.attrs["kind"] in KINDS)
+    known = not form.gated or node.attrs["kind"] in KINDS
+    return all(kind in _DENSE for kind in kinds) and known and no_codes(node)
 
 
 def _supports_gemv(form: Form, node: NodeSpec) -> bool:
@@ -128,13 +129,18 @@ class Product:
         self.n = stacked // 2 if form.gated else stacked
         self.kind = str(call.attrs["kind"]) if form.gated else ""
         self.itemsize = max(ITEMSIZE[self.weight.dtype], ITEMSIZE[self.x.dtype])
+        self.coded = self.x.dtype in CODE_DTYPES.values()
+        """Whether x is codes already, of the static scale ``x_scale``."""
+        self.x_scale = float(call.attrs.get("x_scale") or 0.0)
+        self.y_scale = float(call.attrs.get("y_scale") or 0.0)
+        """0: the result is no codes."""
         self.scratch = normed_bytes(form, self.k, self.x.dtype, max_tokens)
         """Where the workspace is free, in bytes."""
 
     def copies(self) -> bool:
         """Whether x and its rows lie as tensor copies want them."""
         others = [o for o in (self.x, *self.call.inputs[1:], *self.call.outputs) if o is not None]
-        return self.x.strides[0] % 8 == 0 and all(o.aligned for o in others)
+        return self.x.strides[0] * ITEMSIZE[self.x.dtype] % 16 == 0 and all(o.aligned for o in others)
 
     def norm(self) -> tuple[Work, ...]:
         """The norm into the workspace, where the op has one."""
@@ -205,6 +211,8 @@ def hopper_call(form: Form, call: CallSpec, max_tokens: int) -> hopper.HopperPro
         norm=form.norm,
         bias=call.inputs[2] is not None,
         quant=p.weight.quant,
+        x_scale=p.x_scale if p.coded else 0.0,
+        y_scale=p.y_scale,
     )
 
 

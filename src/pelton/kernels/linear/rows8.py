@@ -7,7 +7,7 @@ gain nothing there. Where nothing better is there, the weight is written to the 
 multiplied there.
 
 An input with a static scale (``x_scale``) is rounded to codes in steps of more than 16 tokens, by the kernels
-of ``hopper_products.py`` alone.
+of ``hopper_products.py`` alone; one that is codes already is so in all steps.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from pelton.dtypes import ITEMSIZE
+from pelton.dtypes import CODE_DTYPES, ITEMSIZE
 from pelton.kernels.gated_activation.cuda import KINDS
 from pelton.kernels.gpu_rows8 import TYPES, row_bytes, scales_at
 from pelton.kernels.launch import Builder, CallSpec, Term, Work, workspace
 from pelton.kernels.linear import hopper
-from pelton.kernels.linear.packed import UNPACK, type_constants
+from pelton.kernels.linear.packed import UNPACK, X_CODES, type_constants
 from pelton.kernels.linear.products import (
     MOST_NORMED,
     Form,
@@ -33,7 +33,7 @@ from pelton.kernels.linear.products import (
     normed_bytes,
 )
 from pelton.kernels.linear.tiles import rows8_tiles
-from pelton.kernels.tactic import NodeSpec, Tactic, static_codes
+from pelton.kernels.tactic import NodeSpec, Tactic, no_codes, static_codes
 
 LAYOUT = "rows8"
 #: The type with a scale for each row and 128 columns.
@@ -49,20 +49,25 @@ _TILE = (32, 128)
 
 
 def supports_rows8(form: Form, node: NodeSpec) -> bool:
-    """bfloat16 activations, vectors in float32 as engines have them, whole boxes of columns."""
+    """bfloat16 activations, vectors in float32 as engines have them, whole boxes of columns.
+
+    Where a residual is added, x may be codes of the weight's type; gated, the result may be codes.
+    """
     x, weight, *_ = node.inputs
     assert x is not None
     assert weight is not None
     vectors = [node.inputs[i] for i in (2, form.norm) if i is not None]
-    rows = [x] + ([] if form.residual is None else [node.inputs[form.residual]])
+    codes = static_codes(node)
+    coded = form.residual is not None and X_CODES.get(weight.quant) == codes and x.dtype == CODE_DTYPES[codes]
+    rows = [None if coded else x] + ([] if form.residual is None else [node.inputs[form.residual]])
     return (
         weight.quant in TYPES
         # Where inputs stay as they are, codes are best in registers' order (``gpu_layouts.py``).
         and (weight.quant != BLOCKS or node.activations == "fp8")
         and int(weight.shape[1]) % COLUMNS == 0
         and all(t is None or (t.quant or t.dtype) == "float32" for t in vectors)
-        and all(t is not None and t.dtype == "bfloat16" for t in rows)
-        and (not form.gated or node.attrs["kind"] in KINDS)
+        and all(t is None or t.dtype == "bfloat16" for t in rows)
+        and (node.attrs["kind"] in KINDS if form.gated else not node.attrs.get("y_codes"))
     )
 
 
@@ -114,6 +119,7 @@ def few(form: Form, tokens: int) -> Launches:
     def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
         p = Product(form, call, max_tokens)
         if not p.copies():
+            assert not (p.coded or p.y_scale), "codes are rows as a kernel has left them"
             return unpacked(form, call, max_tokens)
         product = hopper_call(form, call, max_tokens)
         tiles = next(t for t in rows8_tiles(p.n, p.k, tokens, form.gated) if hopper.plan(product, t))
@@ -128,7 +134,7 @@ def rows8_tactics(op: str, form: Form) -> list[Tactic]:
         name=f"cuda.{op}.rows8_unpack",
         op=op,
         device="cuda",
-        supports=lambda node: supports_rows8(form, node) and not static_codes(node),
+        supports=lambda node: supports_rows8(form, node) and no_codes(node),
         priority=20,
         precision="bfloat16",
         sm=90,

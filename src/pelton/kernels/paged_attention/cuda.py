@@ -51,6 +51,7 @@ def attention(call: CallSpec, tiles: Tiles, tokens: int, *, invariant: bool = Fa
             b.constants(**{name: None})
     softcap = float(call.attrs["softcap"])
     b.dim("sequences", table.shape[0]).number("scale", float(call.attrs["scale"])).number("softcap", softcap)
+    result_scale(b, call)
     b.constants(HEADS=heads, GROUP=group, D=dim, PAGE=int(k_cache.shape[2]), COLUMNS=int(table.shape[1]))
     b.constants(Q_ROW=q.strides[0], Q_HEAD=q.strides[1], WINDOW=int(call.attrs["window"]))
     b.constants(SOFTCAP=softcap > 0, BLOCK_Q=block_q, BLOCK_M=max(16, power_of_two(block_q * group)))
@@ -67,8 +68,18 @@ def attention(call: CallSpec, tiles: Tiles, tokens: int, *, invariant: bool = Fa
     c = Builder(call, MODULE, "combine").output("out")
     for name, offset in parts.items():
         c.workspace(name, offset)
+    result_scale(c, call)
     c.constants(HEADS=heads, D=dim, BLOCK_D=max(16, power_of_two(dim)), SPLITS=tiles.splits)
     return whole, c.launch((rows(q),), (Term(times=heads),), num_warps=2)
+
+
+def result_scale(b: Builder, call: CallSpec) -> None:
+    """Of a result that is codes; else None."""
+    scale = call.attrs.get("y_scale")
+    if scale is None:
+        b.constants(y_scale=None)
+    else:
+        b.number("y_scale", float(scale))
 
 
 def _parts(tokens: int, heads: int, splits: int) -> dict[str, int]:

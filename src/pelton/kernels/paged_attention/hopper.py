@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pelton.kernels.launch import CallSpec, CudaBuilder, LaunchSpec, TensorMap, Term, Work
+from pelton.kernels.launch import CallSpec, CudaBuilder, LaunchSpec, TensorMap, Term, Work, result_code
 from pelton.kernels.paged_attention.cuda import decode_launches
-from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
+from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches, no_codes
 
 FILE = "paged_attention/hopper_attention.cu"
 #: Rows of scores and keys of a tile, bytes of a swizzled row.
@@ -28,6 +28,7 @@ def _supports(node: NodeSpec) -> bool:
         and page in (8, 16, 32, 64, 128)
         and int(q.shape[1]) // int(k_cache.shape[1]) <= ROWS
         and float(node.attrs["scale"]) > 0
+        and (q.dtype == "bfloat16" or no_codes(node))
     )
 
 
@@ -68,6 +69,7 @@ def attention(call: CallSpec, tokens: int, *, stages: int = 3, part: int = 0) ->
     b.input(3).input(4).input(5).output().counters()
     b = b.workspace() if part else b.nothing()
     b.dim(table.shape[0]).number(float(call.attrs["scale"])).number(softcap)
+    b.number(float(call.attrs.get("y_scale") or 0.0))
     return b.launch(
         (Term(times=BLOCKS),),
         constants={
@@ -82,6 +84,7 @@ def attention(call: CallSpec, tokens: int, *, stages: int = 3, part: int = 0) ->
             "STAGES": stages,
             "PART": part,
             "ITEMS": ITEMS if part else 0,
+            "RESULT_CODE": result_code(call),
         },
         threads=384,
         # Q, then K and V; barriers and the tile of work; up to the first multiple of 1024 bytes.

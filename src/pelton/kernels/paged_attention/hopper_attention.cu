@@ -19,8 +19,12 @@
 // a block has all of them.
 //
 // Constants: HEADS, GROUP, D (64, 128), PAGE (8 to 128, a power of two), COLUMNS of the block table, WINDOW,
-// SOFTCAP, HALF (float16 instead of bfloat16), STAGES; PART, ITEMS (most parts that blocks share).
+// SOFTCAP, HALF (float16 instead of bfloat16), STAGES; PART, ITEMS (most parts that blocks share); RESULT_CODE (the
+// result is codes of the scale `y_scale`: e4m3 1, int8 2; 0: elements).
 #include "hopper_copies.cuh"
+#include "codes.cuh"
+
+static_assert(!(RESULT_CODE && HALF), "codes are of rounded bfloat16");
 
 template <bool VALUE>
 struct Flag {
@@ -113,7 +117,9 @@ DEVICE void clear_unused(u32 v, int keys_in_tile, int group) {
     named_sync(3 + group, 128);
 }
 
-DEVICE void store(const float (&o)[D / 2], const Rows& rows, const Work& work, int row0, unsigned short* out) {
+DEVICE void store(const float (&o)[D / 2], const Rows& rows, const Work& work, int row0, unsigned short* out,
+                  float y_scale) {
+    const float to_code = RESULT_CODE ? 1.0f / y_scale : 1.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float sum = rows.sum[r];
@@ -123,7 +129,7 @@ DEVICE void store(const float (&o)[D / 2], const Rows& rows, const Work& work, i
         const int row = row0 + 8 * r, query = work.first_query + row / GROUP;
         const bool exists = row < QUERIES * GROUP && query < work.queries;
         const long long head = (long long)(work.token + query) * HEADS + work.kv_head * GROUP + row % GROUP;
-        unsigned short* target = out + head * D + threadIdx.x % 4 * 8;
+        const long long target = head * D + threadIdx.x % 4 * 8;
 #pragma unroll
         for (int j = 0; j < D / 32; ++j) {
             u32 w[4];
@@ -131,9 +137,16 @@ DEVICE void store(const float (&o)[D / 2], const Rows& rows, const Work& work, i
             for (int i = 0; i < 4; ++i) {
                 const int at = 16 * j + 4 * i + 2 * r;
                 w[i] = pack(o[at] * inverse, o[at + 1] * inverse);
+                if (RESULT_CODE)
+                    w[i] = to_codes<RESULT_CODE>(__uint_as_float(w[i] << 16) * to_code,
+                                                 __uint_as_float(w[i] & 0xffff0000) * to_code);
             }
             transpose(w);
-            if (exists) *reinterpret_cast<uint4*>(target + 32 * j) = make_uint4(w[0], w[1], w[2], w[3]);
+            if (!exists) continue;
+            if (RESULT_CODE)
+                *reinterpret_cast<uint2*>(reinterpret_cast<unsigned char*>(out) + target + 32 * j) =
+                    make_uint2(w[0] | w[1] << 16, w[2] | w[3] << 16);
+            else *reinterpret_cast<uint4*>(out + target + 32 * j) = make_uint4(w[0], w[1], w[2], w[3]);
         }
     }
 }
@@ -179,7 +192,7 @@ DEVICE void join(const float* kept, int stride, float (&o)[D / 2], Rows& rows, f
 
 // By the warp that has the rows of a part which blocks share: the last one joins all.
 DEVICE void share_part(float* scratch, u32* counter, const Work& work, float (&o)[D / 2], Rows& rows, int row0,
-                       unsigned short* out, float factor, int items) {
+                       unsigned short* out, float y_scale, float factor, int items) {
     const int lane = threadIdx.x % 32;
     // Parts of one tile of work lie `items` apart.
     auto place = [&](int part) { return scratch + (long long)(part * items + work.item) * (KEPT * 32) + lane; };
@@ -197,11 +210,11 @@ DEVICE void share_part(float* scratch, u32* counter, const Work& work, float (&o
 #pragma unroll
     for (int r = 0; r < 2; ++r) rows.best[r] = __ldcg(last + (D / 2 + r) * 32), rows.sum[r] = __ldcg(last + (D / 2 + 2 + r) * 32);
     for (int part = work.parts - 2; part >= 0; --part) join<false>(place(part), 32, o, rows, factor);
-    store(o, rows, work, row0, out);
+    store(o, rows, work, row0, out, y_scale);
 }
 
-DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short* out, float scale, float softcap,
-                    int group, float* scratch, u32* counter, int items) {
+DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short* out, float y_scale, float scale,
+                    float softcap, int group, float* scratch, u32* counter, int items) {
     const int lane = threadIdx.x % 32;
     const int row0 = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     const u32 q = shared.base + group * 64 * ROW_BYTES;
@@ -252,7 +265,7 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         if (work.tiles == 0) {
             __syncwarp();
             release_q();
-            store(o, rows, work, row0, out);
+            store(o, rows, work, row0, out, y_scale);
             continue;
         }
         // Tiles of keys that every query sees whole: [seen_from, seen_to).
@@ -331,10 +344,10 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         }
         if (PART && work.parts > 1) {
             if (group == 0 && threadIdx.x % 128 < 32)
-                share_part(scratch + gridDim.x * (KEPT * 256), counter, work, o, rows, row0, out, factor, items);
+                share_part(scratch + gridDim.x * (KEPT * 256), counter, work, o, rows, row0, out, y_scale, factor, items);
             continue;
         }
-        store(o, rows, work, row0, out);
+        store(o, rows, work, row0, out, y_scale);
     }
 }
 
@@ -342,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k_cache,
               const __grid_constant__ TensorMap v_cache, const int* block_table, const int* cu_seqlens,
               const int* seq_lens, unsigned short* out, u32* counter, float* scratch, int sequences, float scale,
-              float softcap) {
+              float softcap, float y_scale) {
     extern __shared__ unsigned char memory[];
     const u32 unaligned = shared_address(memory);
     const Shared shared{(unaligned + 1023) / 1024 * 1024};
@@ -379,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
     } else {
         registers_more<232>();
-        compute(shared, current, out, scale, softcap, threadIdx.x / 128 - 1, scratch, counter,
+        compute(shared, current, out, y_scale, scale, softcap, threadIdx.x / 128 - 1, scratch, counter,
                 (cu_seqlens[sequences] / QUERIES + sequences) * KV_HEADS);
     }
 }

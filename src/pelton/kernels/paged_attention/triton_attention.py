@@ -9,6 +9,8 @@ With ``SPLITS`` > 1 the keys of a tile are shared out, and ``combine`` joins the
 import triton
 import triton.language as tl
 
+from pelton.kernels.kv_write.triton_codes import encode
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -110,6 +112,7 @@ def attention(
     sequences,
     scale,
     softcap,
+    y_scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -229,7 +232,7 @@ def attention(
         y = acc / total[:, None]
         tl.store(
             out + (token[:, None] * HEADS + head[:, None]) * D + d[None, :],
-            y.to(out.dtype.element_ty),
+            encode(y.to(q.dtype.element_ty), y_scale, out.dtype.element_ty),
             mask=valid[:, None] & in_head[None, :],
         )
     else:
@@ -245,6 +248,7 @@ def combine(
     partial,
     partial_max,
     partial_sum,
+    y_scale,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -262,4 +266,4 @@ def combine(
         partial + (head * SPLITS + split)[:, None] * D + d[None, :], mask=in_head[None, :], other=0.0
     )
     y = tl.sum(parts * weight[:, None], 0) / total
-    tl.store(out + head * D + d, y.to(out.dtype.element_ty), mask=in_head)
+    tl.store(out + head * D + d, encode(y, y_scale, out.dtype.element_ty), mask=in_head)

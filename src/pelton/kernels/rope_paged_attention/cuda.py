@@ -1,15 +1,16 @@
 """rope_paged_attention on NVIDIA GPUs: one kernel in decode steps (``triton_decode.py``), else two.
 
 In other steps rope_kv_write's kernel leaves the rotated q where the result goes, and paged_attention's
-takes it from there: a program of it reads the rows that it alone writes.
+takes it from there: a program of it reads the rows that it alone writes. Where the result is codes, the
+rotated q is in the workspace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pelton.dtypes import KV_CODES
+from pelton.dtypes import ITEMSIZE, KV_CODES
 from pelton.kernels.launch import (
     COUNTERS,
     Argument,
@@ -22,6 +23,7 @@ from pelton.kernels.launch import (
     power_of_two,
     rows,
 )
+from pelton.kernels.launch import workspace as workspace_at
 from pelton.kernels.paged_attention import cuda as paged_attention
 from pelton.kernels.rope_kv_write import cuda as rope_kv_write
 from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, gpu_caches, rounds_to_nearest
@@ -88,6 +90,7 @@ def decode(call: CallSpec, how: Decode, sequences: int) -> tuple[Work, ...]:
         b.constants(counters=None, partial=None, partial_max=None, partial_sum=None)
     for name in ("eps", "scale", "softcap"):
         b.number(name, float(call.attrs[name]))
+    paged_attention.result_scale(b, call)
     b.integer("splits", how.splits).integer("least", -(-how.least // keys))
     b.constants(KV_HEADS=kv_heads, GROUP=group, D=dim, HALF=int(cos_sin.shape[1]) // 2, PAGE=page)
     b.constants(COLUMNS=int(call.input(7).shape[1]), Q_ROW=q.strides[0], K_ROW=k.strides[0])
@@ -126,6 +129,8 @@ def workspace(largest: int, attention: Tactic) -> Callable[[NodeSpec, int], int]
         heads, dim, splits = int(q.shape[1]), int(q.shape[2]), _tiles(largest, node.inputs[4]).splits
         parts = _parts(largest, heads, splits)["partial"] + largest * heads * splits * dim * 4
         others = attention.workspace(attention_of(attention, node), max_tokens)
+        if node.attrs.get("y_codes"):
+            others += 256 + max_tokens * heads * dim * ITEMSIZE[q.dtype]
         return max(parts if splits > 1 else 0, others)
 
     return nbytes
@@ -136,24 +141,36 @@ def separately(attention: Tactic) -> Callable[[CallSpec, int], tuple[Work, ...]]
 
     def launches(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
         out = call.outputs[0]
+        codes = call.attrs.get("y_codes") is not None
+        rotated = replace(out, dtype=call.input(0).dtype)
         write = CallSpec(
-            inputs=tuple(call.inputs[i] for i in _WRITE), outputs=(out,), attrs={"eps": call.attrs["eps"]}
+            inputs=tuple(call.inputs[i] for i in _WRITE), outputs=(rotated,), attrs={"eps": call.attrs["eps"]}
         )
         attend = CallSpec(
-            inputs=(out, *(call.inputs[i] for i in _ATTEND)),
+            inputs=(rotated, *(call.inputs[i] for i in _ATTEND)),
             outputs=(out,),
-            attrs={name: call.attrs[name] for name in ("scale", "window", "softcap")},
+            attrs={name: value for name, value in call.attrs.items() if name != "eps"},
         )
         assert attention.launches is not None
         result = Argument("output")
+        between = workspace_at(_behind(attention, attend, max_tokens)) if codes else result
         return (
-            *on_behalf(rope_kv_write.launches(write, max_tokens), [_input(i) for i in _WRITE], [result]),
+            *on_behalf(rope_kv_write.launches(write, max_tokens), [_input(i) for i in _WRITE], [between]),
             *on_behalf(
-                attention.launches(attend, max_tokens), [result, *(_input(i) for i in _ATTEND)], [result]
+                attention.launches(attend, max_tokens), [between, *(_input(i) for i in _ATTEND)], [result]
             ),
         )
 
     return launches
+
+
+def _behind(attention: Tactic, attend: CallSpec, max_tokens: int) -> int:
+    """Where the workspace is free of ``attention``'s, bytes."""
+    inputs = tuple(
+        None if o is None else TensorSpec(dtype=o.dtype, shape=o.shape, quant=o.quant) for o in attend.inputs
+    )
+    node = NodeSpec(op=attention.op, inputs=inputs, attrs=attend.attrs)
+    return -(-attention.workspace(node, max_tokens) // 256) * 256
 
 
 def _input(index: int) -> Argument:

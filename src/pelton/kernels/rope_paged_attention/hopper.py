@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pelton.dtypes import KV_CODES
-from pelton.kernels.launch import CallSpec, CudaBuilder, Term, Work, rows
+from pelton.kernels.launch import CallSpec, CudaBuilder, Term, Work, result_code, rows
 from pelton.kernels.paged_attention import hopper
 from pelton.kernels.rope_paged_attention import cuda
 from pelton.kernels.tactic import NodeSpec, Tactic
@@ -69,6 +69,7 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
     for index, operand in enumerate((*weights, k_scale, v_scale), 10):
         b.input(index if operand else 0)  # where it is absent, not read
     b.output().number(float(call.attrs["eps"])).number(float(call.attrs["scale"])).number(softcap)
+    b.number(float(call.attrs.get("y_scale") or 0.0))
     spec = b.launch(
         (Term(times=how.blocks),),
         (Term(times=kv_heads),),
@@ -95,6 +96,7 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
             "K_SCALED": int(k_scale is not None),
             "V_SCALED": int(v_scale is not None),
             "WEIGHTS32": int(any(w is not None and w.dtype == "float32" for w in weights)),
+            "RESULT_CODE": result_code(call),
             "CLUSTER": how.blocks,
             "WARPS": how.warps,
             "STAGES": how.stages,

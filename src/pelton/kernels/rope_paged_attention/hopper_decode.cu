@@ -15,7 +15,7 @@
 // rotate, a multiple of 8), PAGE (8 to 128, a power of two), COLUMNS of the block table, Q_ROW, K_ROW, V_ROW and
 // Q_HEAD, K_HEAD, V_HEAD (strides, elements, multiples of 8), WINDOW, SOFTCAP, HALF (float16 instead of bfloat16),
 // NORM_Q, NORM_K (whether heads are normalised first), WEIGHTS32 (whether the norms' weights are float32), CLUSTER (1
-// to 8), WARPS (4 or 8), STAGES.
+// to 8), WARPS (4 or 8), STAGES, RESULT_CODE (the result is codes of the scale `y_scale`: e4m3 1, int8 2; 0: elements).
 #include "hopper_decode_parts.cuh"
 
 constexpr int THREADS = 32 * (WARPS + 1);
@@ -91,7 +91,8 @@ DEVICE void attend_to(const Token& token, u32 base, const u32 (&q)[EIGHTS][SLOTS
 extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1, 1)
     decode(const u16* q, const u16* k, const u16* v, const float* cos_sin, Cached* k_cache, Cached* v_cache,
            const int* slots, const int* block_table, const int* seq_lens, const Weight* q_weight,
-           const Weight* k_weight, const float* k_scale, const float* v_scale, u16* out, float eps, float scale, float softcap) {
+           const Weight* k_weight, const float* k_scale, const float* v_scale, u16* out, float eps, float scale,
+           float softcap, float y_scale) {
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 base = shared_address(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -208,5 +209,5 @@ extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1,
     copies_wait<0>();
     part.send(base, rank * WARPS + warp);
     barrier_wait(base + BARRIER_AT, 0);
-    join(base, value_scale, out + (b * HEADS + kv_head * GROUP) * D + rank * OWN);
+    join(base, value_scale, y_scale, out, (b * HEADS + kv_head * GROUP) * D + rank * OWN);
 }

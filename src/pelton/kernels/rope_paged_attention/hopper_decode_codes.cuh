@@ -39,11 +39,6 @@ DEVICE u32 less_1152(u32 x) {
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0x64806480));
     return y;
 }
-DEVICE u32 to_e4m3(float low, float high) {
-    u16 y;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
-    return y;
-}
 
 DEVICE u32 operands_of(u32 elements) {
     const float low = to_float(u16(elements)), high = to_float(u16(elements >> 16));

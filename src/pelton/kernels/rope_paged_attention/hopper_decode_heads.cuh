@@ -4,6 +4,7 @@
 // operands have: so each lane takes those pairs of chunks that rotate with each other.
 #pragma once
 #include "hopper.cuh"
+#include "codes.cuh"
 
 typedef unsigned char u8;
 typedef unsigned short u16;

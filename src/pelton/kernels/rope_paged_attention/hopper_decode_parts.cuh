@@ -193,8 +193,9 @@ struct Part {
 };
 
 // The block's dimensions of the result, of what all warps of the cluster have sent and of the new key, times
-// `value_scale`; by WARPS warps. `to`: the first of these dimensions of the group's first head.
-DEVICE void join(u32 base, float value_scale, u16* to) {
+// `value_scale`; by WARPS warps. `first_to`: where in `out` the first of these dimensions of the group's first head is.
+DEVICE void join(u32 base, float value_scale, float y_scale, u16* out, long long first_to) {
+    const float to_code = RESULT_CODE ? 1.0f / y_scale : 1.0f;
     constexpr int ITEMS = PAIRS * OWN, ALL = 32 * WARPS;
     constexpr int LANES = 4 * ITEMS <= ALL ? 4 : 2 * ITEMS <= ALL ? 2 : 1;  // that share an item's parts
     static_assert(WARPS % LANES == 0, "lanes have equally many parts");
@@ -239,8 +240,12 @@ DEVICE void join(u32 base, float value_scale, u16* to) {
             const float weight = exp2_fast((head ? scores.y : scores.x) - shifts[head]);
             total[head] += weight;
             value[head] += weight * newest;
-            if (share == head % LANES && item < ITEMS && 2 * pair + head < GROUP)
-                to[(2 * pair + head) * D + own] = to_element(total[head] > 0.0f ? __fdividef(value[head], total[head]) * value_scale : 0.0f);
+            if (share != head % LANES || item >= ITEMS || 2 * pair + head >= GROUP) continue;
+            const float y = total[head] > 0.0f ? __fdividef(value[head], total[head]) * value_scale : 0.0f;
+            const long long to = first_to + (2 * pair + head) * D + own;
+            // Rounded to an element first, as another kernel would read it.
+            if (RESULT_CODE) reinterpret_cast<u8*>(out)[to] = to_codes<RESULT_CODE>(to_float(to_element(y)) * to_code, 0.0f);
+            else out[to] = to_element(y);
         }
     }
 }

@@ -47,6 +47,7 @@ def decode(
     eps,
     scale,
     softcap,
+    y_scale,
     splits,
     least,
     KV_HEADS: tl.constexpr,
@@ -164,10 +165,12 @@ def decode(
     if not SHARED:
         # A sequence without keys (padding) has no sum.
         y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(to, y.to(out.dtype.element_ty), mask=valid[:, None] & in_head[None, :])
+        y = encode(y.to(element), y_scale, out.dtype.element_ty)
+        tl.store(to, y, mask=valid[:, None] & in_head[None, :])
     elif programs == 1:
         y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(to, y.to(out.dtype.element_ty), mask=valid[:, None] & in_head[None, :])
+        y = encode(y.to(element), y_scale, out.dtype.element_ty)
+        tl.store(to, y, mask=valid[:, None] & in_head[None, :])
     else:
         group = b * KV_HEADS + kv_head
         part = (group * splits + split) * GROUP + row
@@ -186,6 +189,7 @@ def decode(
                 group,
                 splits,
                 programs,
+                y_scale,
                 GROUP,
                 GROUP_ROWS,
                 D,
@@ -203,6 +207,7 @@ def _join(
     group,
     splits,
     programs,
+    y_scale,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -239,6 +244,6 @@ def _join(
     y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(
         out + (group * GROUP + row)[:, None] * D + d[None, :],
-        y.to(out.dtype.element_ty),
+        encode(y, y_scale, out.dtype.element_ty),
         mask=(row < GROUP)[:, None] & (d < D)[None, :],
     )
