@@ -1,10 +1,11 @@
 """Pelton on one NVIDIA GPU at the shape of Llama-3.1-8B, beside the hardware's floor and vLLM's figures.
 
-    python benchmarks/h200.py [--quant fp8|int4|...] [--head int8|int4|...] [--engine DIR]
+    python benchmarks/h200.py [--quant fp8|fp8-static|int4|...] [--head int8|int4|...] [--engine DIR]
         [--only b,c,f] [--profile [FILE]] [--json FILE]
 
 The engine is built here from random weights (nothing is downloaded) and driven in this process, without a
 tokenizer or HTTP: answers (b, d, e, f) by an executor, as requests see them; first tokens by bare steps.
+Static scales of inputs (``fp8-static``) are made up, as the weights are.
 Floors are bytes that must move over 4.3 TB/s, or operations over 790 TFLOP/s, measured on an H200; the peer
 is vLLM 0.25.1 on such a machine. Times are wall-clock, a sampled token of each sequence on the host.
 """
@@ -57,7 +58,7 @@ TABLES = {
     },
     "int4_g128": dict.fromkeys(TABLE, (None, None, None)) | {("b", 1): (1.1, None, 1.4)},
 }
-QUANTS = {"fp8": "fp8_row", "int8": "int8_row", "int4": "int4_g128"}
+QUANTS = {"fp8": "fp8_row", "fp8-static": "fp8_row", "int8": "int8_row", "int4": "int4_g128"}
 #: Test -> requests, tokens of a prompt, of an answer.
 REQUESTS = {"d": (512, 512, 256), "e": (1024, 128, 128)}
 #: By block type and test: floor, vLLM, goal: output tokens per second.
@@ -138,7 +139,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", type=Path)
-    parser.add_argument("--quant", default="bfloat16", help="fp8, int8, int4 or a block type, of the layers")
+    parser.add_argument("--quant", default="bfloat16", help="fp8, fp8-static, int8, int4 or a block type")
     parser.add_argument("--head", default="bfloat16", help="the same of the head")
     parser.add_argument("--only", default="a,b,c,d,e,f")
     parser.add_argument("--deterministic", action="store_true", help="an engine of that kind")
@@ -154,7 +155,8 @@ def main() -> None:
     args = parser.parse_args()
     quant, head = QUANTS.get(args.quant, args.quant), QUANTS.get(args.head, args.head)
     table = TABLES.get(quant, dict.fromkeys(TABLE, (None, None, None)))
-    kind = "-deterministic" if args.deterministic else ""
+    kind = "-static" if (static := args.quant.endswith("-static")) else ""
+    kind += "-deterministic" if args.deterministic else ""
     args.engine = args.engine or Path(f".cache/llama-8b-shape-{quant}-{head}{kind}.engine")
     if not args.engine.exists():
         args.engine.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +169,9 @@ def main() -> None:
             activations="fp8" if quant == "fp8_row" else None,
             deterministic=args.deterministic,
         )
-        report = pelton.build(RandomLlama(LLAMA_8B, quant, head), config, output=args.engine, check=False)
+        report = pelton.build(
+            RandomLlama(LLAMA_8B, quant, head, static=static), config, output=args.engine, check=False
+        )
         print(report.text(), flush=True)
     if "a" in args.only.split(","):
         seconds = statistics.median(first_token_seconds(args.engine) for _ in range(3))

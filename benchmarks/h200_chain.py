@@ -1,7 +1,7 @@
 """The products of a whole decode step of Llama-3.1-8B's shape in one CUDA graph, as an engine launches them.
 
     python benchmarks/h200_chain.py [--tokens 1,8,32,64,256] [--quant fp8_row] [--head int8_row]
-        [--activations fp8]
+        [--activations fp8|fp8-static]
 
 Norm and q, k, v; output and residual; norm, gate, up and activation; down and residual, 32 times, and the
 head: each by the tactic that a build takes. Attention is left out. Microseconds of a step with kernels that
@@ -9,7 +9,8 @@ overlap and with none that does, and the share of the floor: the weights at 4.3 
 790 TFLOP/s (codes with codes: twice that).
 
 ``--quant``: block types of the layers' weights one after another; ``--head``: that of the head;
-``--activations``: what builds ask of their inputs.
+``--activations``: what builds ask of their inputs; static ones of o and down are codes, as attention and gate
+and up leave them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def rows_of(op: Op) -> int:
     return op[1] * (2 if op[0].endswith("gated") else 1)
 
 
-def call_of(op: Op, quant: str) -> CallSpec:
+def call_of(op: Op, quant: str, static: bool = False) -> CallSpec:
     name, n, k = op
     gated = name.endswith("gated")
     weight = operand(rows_of(op), k)
@@ -63,7 +64,12 @@ def call_of(op: Op, quant: str) -> CallSpec:
         weight = replace(weight, dtype="uint8", quant=quant)
     extra = operand("T", n) if name == "linear_add" else operand(k, dtype="float32")
     attrs: dict[str, bool | int | float | str] = {"eps": 1e-5, **({"kind": "silu"} if gated else {})}
-    return CallSpec(inputs=(operand("T", k), weight, None, extra), outputs=(operand("T", n),), attrs=attrs)
+    x, y = operand("T", k), operand("T", n)
+    if static:
+        attrs |= {"x_scale": 0.01, "x_codes": "fp8", **({"y_scale": 0.01, "y_codes": "fp8"} if gated else {})}
+        x = replace(x, dtype="float8_e4m3fn") if name == "linear_add" else x
+        y = replace(y, dtype="float8_e4m3fn") if gated else y
+    return CallSpec(inputs=(x, weight, None, extra), outputs=(y,), attrs=attrs)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ class Chosen:
 
 def chosen(op: Op, tokens: int, quant: str, activations: str) -> Chosen:
     """Of the best tactic's layout (``builder.tactics``), the first tactic that takes the step."""
-    call = call_of(op, quant)
+    activations, _, static = activations.partition("-")
+    call = call_of(op, quant, bool(static))
     inputs = tuple(
         None if o is None else TensorSpec(dtype=o.dtype, shape=o.shape, quant=o.quant) for o in call.inputs
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from pelton.builder.facts import expected_tensors
 from pelton.dtypes import BLOCK_TYPES, is_dense
+from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.group_encoder import encode
 from pelton.ir.tensors import HostTensor, f32_to_bf16
 from pelton.models.checkpoint import Checkpoint, TensorInfo
@@ -32,15 +33,21 @@ LLAMA_8B: dict[str, Any] = {
     "bos_token_id": 1,
 }
 HEAD = "lm_head.weight"
+#: Some normed values are larger.
+REACH = 4.0
 #: Rows that are encoded; a weight repeats them.
 _ENCODED_ROWS = 256
 
 
 class RandomLlama(Checkpoint):
     """bfloat16 weights of ``config`` from one random block, repeated; the layers' matrices as ``quant``, the
-    head as ``head``."""
+    head as ``head``. ``static``: inputs of the layers' products are to be fp8 with a static scale, which no
+    text has measured: values up to ``REACH``."""
 
-    def __init__(self, config: dict[str, Any], quant: str = "bfloat16", head: str = "bfloat16") -> None:
+    def __init__(
+        self, config: dict[str, Any], quant: str = "bfloat16", head: str = "bfloat16", *, static: bool = False
+    ) -> None:
+        self._input = ActivationQuant("fp8", "tensor", scale=REACH / 448) if static else None
         self.name, self.path, self.config = "llama-8b-shape", Path("llama-8b-shape"), config
         self.generation_config: dict[str, Any] = {}
         model = create_model(config, max_seq_len=config["max_position_embeddings"])
@@ -67,6 +74,9 @@ class RandomLlama(Checkpoint):
             return HostTensor(quant, shape, self._encoded[shape])
         source = self._ones if len(shape) == 1 else np.roll(self._block, len(name) * 977)
         return HostTensor("bfloat16", shape, np.resize(source, shape))
+
+    def activation_quant(self, name: str) -> ActivationQuant | None:
+        return self._input if ".layers." in name and len(self.tensors[name].shape) == 2 else None
 
     def write_tokenizer(self, directory: Path) -> None:
         (directory / "tokenizer.json").write_text("{}")
