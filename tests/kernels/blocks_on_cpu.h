@@ -2,12 +2,15 @@
 // of a cluster, products of codes (e4m3) by warp groups, which end as they begin, other blocks' shared memory.
 #pragma once
 #include "cuda_on_cpu.h"
+#ifndef BYTES
+#define BYTES 1  // of an element
+#endif
 struct TensorMap {
     const unsigned char* base;
     int columns, rows, box_rows, half;  // half: rows of gates, of which eights take turns with those of ups; 0: no
 };
 inline void prefetch_map(const TensorMap*) {}
-// Chunks of 16 bytes, swizzled; rows past the end are zeros.
+// Chunks of 16 bytes, swizzled; what is past the end is zeros.
 inline void copy_box(u32 target, const TensorMap* map, u32 barrier, int x, int y, cpu::Block& to_block) {
     static const unsigned char zeros[16] = {};
     for (int i = 0; i < map->box_rows * 8; ++i) {
@@ -18,8 +21,9 @@ inline void copy_box(u32 target, const TensorMap* map, u32 barrier, int x, int y
             if (i / 8 % 16 >= 8) row += map->half;
         }
         const u32 to = target + 16 * i, swizzled = to ^ (to >> 7 & 7) << 4;
-        const unsigned char* from = map->base + long(row) * map->columns + x + 16 * (i % 8);
-        to_block.bulk.push_back({swizzled, inside ? from : zeros, 16, barrier, rand() % 50});
+        const int at = x * BYTES + 16 * (i % 8), width = map->columns * BYTES;
+        const unsigned char* from = map->base + long(row) * width + at;
+        to_block.bulk.push_back({swizzled, inside && at < width ? from : zeros, 16, barrier, rand() % 50});
     }
 }
 inline void copy_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
@@ -37,10 +41,6 @@ inline void arrive_at_block(u32 barrier, int rank) {
     cpu::Barrier& there = cpu::blocks[rank].barriers.at(barrier);
     --there.left;
     there.settle();
-}
-inline void cluster_sync() {
-    cluster_arrive();
-    cluster_wait();
 }
 inline void put_sums(u32 at, float a, float b, float c, float d) { shared_value<float4>(at) = {a, b, c, d}; }
 inline float4 sums_of_block(u32 at, int rank) { return shared_value<float4>(at, rank); }

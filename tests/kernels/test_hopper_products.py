@@ -59,6 +59,7 @@ def test_tiles_fit_and_fill_the_gpu(n: int, k: int, gated: bool, exact: bool) ->
         constants = dict(product.kernel.constants)
         assert product.kernel.shared <= SHARED
         assert constants["STAGES"] >= 3
+        assert constants["WINDOW"] == 0 or 3 <= constants["WINDOW"] <= constants["STAGES"]
         assert tiles.columns * tiles.wg_n <= BOX
         assert constants["X_BOX"] <= min(BOX, tiles.x_rows)
         sums = 128 * tiles.wg_m * tiles.wg_n * tiles.columns // 2 * (2 if tiles.promote else 1)

@@ -48,22 +48,11 @@ DEVICE void multiply(float (&d)[VALUES], u64 a, u64 b, u32 add) {
                  : "+l"(a), "+l"(b), "+r"(add), PASTE(SUM_VALUES_, SIXTEENS)(d));
 }
 
-DEVICE void copy_floats(u32 target, const float* from, u32 count, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-                 "l"(from), "r"(4 * count), "r"(barrier)
-                 : "memory");
-}
-
 #include "hopper_cluster.cuh"
 #include "hopper_finish.cuh"
 
 DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-DEVICE float get(u32 at) {
-    float v;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
-    return v;
-}
 DEVICE void put_sums(u32 at, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }

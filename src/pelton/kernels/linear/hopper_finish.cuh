@@ -2,6 +2,7 @@
 // residual, and the result's rows: elements, or codes of one scale where RESULT_CODE is not 0 (e4m3 1, int8 2).
 #pragma once
 #include "codes.cuh"
+#include "shared.cuh"
 
 DEVICE float low_half(u32 w) {
 #if HALF
@@ -18,16 +19,6 @@ DEVICE float high_half(u32 w) {
 #else
     return __uint_as_float(w & 0xffff0000);
 #endif
-}
-
-// Of shared memory.
-DEVICE void put(u32 at, float v) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
-}
-DEVICE float2 get_2(u32 at) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
-    return v;
 }
 
 DEVICE float reciprocal(float v) {

@@ -1,13 +1,15 @@
 // Products of some dozens to thousands of rows with a matrix, both along the sum: compute capability 9.0.
 //
-// A block takes tiles of X_ROWS rows of x by ROWS rows of the weight. One warp copies 128 bytes of each row through
-// tensor maps into a ring of STAGES; it begins with weights, before the kernel ahead in the stream has ended. Warp
-// groups, WG_M by WG_N, multiply M_TILES times 64 rows of x by COLUMNS rows of the weight each: x is the tensor
-// core's tall operand, since rows of the weight can then be dealt out to multiprocessors in sixteens.
+// A block takes tiles of X_ROWS rows of x by ROWS rows of the weight. Warps copy 128 bytes of each row through tensor
+// maps into a ring of STAGES; they begin with weights, before the kernel ahead in the stream has ended. In small steps
+// x has a warp of its own, and WINDOW units of the weight are on their way at once, since x stands behind all that has
+// been asked for; with WINDOW 0 one warp copies both. Warp groups, WG_M by WG_N, multiply M_TILES times 64 rows of x by
+// COLUMNS rows of the weight each: x is the tensor core's tall operand, since rows of the weight can then be dealt out
+// to multiprocessors in sixteens.
 //
 // Blocks may form clusters of SPLIT x SHARE. SHARE blocks have the same rows of the weight: each copies a share of
-// them to all. SPLIT blocks share a tile's columns: each adds up, in one order, a share of their sums, through the
-// cluster's distributed shared memory.
+// them to all. Two blocks (SPLIT) share a tile's columns: each sends the other a half of its sums, and adds what it is
+// sent to its own half. Such clusters take one tile each.
 //
 // With codes (CODE 1: e4m3, 2: int8) x and weight have 8 bits, a float32 scale for each row; of STATIC, x has one scale.
 // With RESULT_CODE (the same numbers; 0: none) the result is codes of one scale, too. Of EXACT, x is two
@@ -18,8 +20,8 @@
 // GROUP times SHARE tiles of x (0: all) meet all rows of the weight before the next do, so that L2 holds them.
 //
 // Constants: CODE (0: bfloat16, or float16 with HALF), RESULTS of INNER columns; WG_M, WG_N, M_TILES, COLUMNS
-// (16 SIXTEENS), X_BOX (rows of x that are copied, up to X_ROWS), STAGES, SPLIT, SHARE, GROUP, PROMOTE, EXACT, STATIC,
-// RESULT_CODE;
+// (16 SIXTEENS), X_BOX (rows of x that are copied, up to X_ROWS), STAGES, WINDOW, SPLIT, SHARE, GROUP, PROMOTE, EXACT,
+// STATIC, RESULT_CODE;
 // GATED (0: no; else the activation: silu 1, gelu 2, gelu_tanh 3, relu 4; the weight has RESULTS gate rows, then as many
 // up rows, and eights of either alternate in a tile); BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to
 // row).
@@ -38,15 +40,17 @@ constexpr int UNITS = (INNER + UNIT - 1) / UNIT;
 // Rows of x that are not copied need no space, as long as something lies there: their sums are no results.
 constexpr u32 X_SPACE = (X_BOX + ROWS < X_ROWS ? X_ROWS : X_BOX) * ROW_BYTES, W_BYTES = ROWS * ROW_BYTES;
 constexpr u32 STAGE_SPACE = X_SPACE + W_BYTES;
-constexpr u32 STAGE_BYTES = X_BOX * ROW_BYTES + W_BYTES, BARRIERS_AT = STAGES * STAGE_SPACE;
+constexpr u32 X_BYTES = X_BOX * ROW_BYTES, BARRIERS_AT = STAGES * STAGE_SPACE;
 // Scales of the tile's rows of the weight and what is added to them, of each warp group.
-constexpr u32 SCALES_AT = BARRIERS_AT + 16 * STAGES, VECTOR = COLUMNS * 4;
-constexpr u32 SUMS = THREADS * M_TILES * VALUES * 4;
+constexpr u32 SCALES_AT = BARRIERS_AT + (24 * STAGES + 8 + 15) / 16 * 16, VECTOR = COLUMNS * 4;
+// Of a tile's sums, sixteens by sixteen of each warp; those that a block has in the end, of both; what it is sent, two
+// fours of each thread.
+constexpr int ALL = M_TILES * SIXTEENS, OWN = (ALL + SPLIT - 1) / SPLIT;
+constexpr u32 SENT_AT = SCALES_AT + (CODE || BIAS ? GROUPS * 2 * VECTOR : 0), FOUR = THREADS * 16;
 static_assert(COLUMNS == 16 * SIXTEENS && RESULTS % 8 == 0, "sixteens of rows");
 static_assert(X_BOX <= X_ROWS && X_BOX % 8 == 0 && ROWS % (8 * HALVES * SHARE) == 0, "whole eights of rows are shared");
-static_assert(SPLIT == 1 || SUMS <= BARRIERS_AT, "the sums lie in the ring");
+static_assert(SPLIT <= 2 && SPLIT <= UNITS && (SPLIT == 1 || SHARE == 1), "clusters of two, a unit for every block");
 static_assert(SPLIT == 1 || M_TILES <= 2, "scales are chosen between two");
-static_assert(SPLIT <= UNITS, "a unit for every block");
 
 #if CODE == 2
 typedef int Sum;
@@ -80,10 +84,14 @@ DEVICE void multiply(Sum (&d)[VALUES], u64 a, u64 b, u32 add) {
 #include "hopper_cluster.cuh"
 #include "hopper_finish.cuh"
 
+DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 struct Shared {
     u32 base;
-    DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 16 * stage; }
-    DEVICE u32 empty(u32 stage) const { return full(stage) + 8; }
+    DEVICE u32 full(u32 stage) const { return base + BARRIERS_AT + 24 * stage; }
+    DEVICE u32 full_x(u32 stage) const { return full(stage) + 8; }
+    DEVICE u32 empty(u32 stage) const { return full(stage) + 16; }
+    DEVICE u32 sent() const { return full(STAGES); }  // the other block's sums are there
     DEVICE u32 x(u32 stage) const { return base + stage * STAGE_SPACE; }
     DEVICE u32 w(u32 stage) const { return x(stage) + X_SPACE; }
 };
@@ -100,14 +108,12 @@ struct Ring {
 // those of one tile (and of a group) behind each other; of each, `units` units from `unit` on.
 struct Work {
     int share, split, x_items, items, first, step, unit, units;
-    int ahead;  // units that are copied before the kernel ahead in the stream has ended
     DEVICE explicit Work(int tokens) {
         const int rank = blockIdx.x % CLUSTER;
         share = rank % SHARE, split = rank / SHARE;
         x_items = (tokens + TOKENS * SHARE - 1) / (TOKENS * SHARE), items = TILES * x_items;
         first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
         unit = UNITS * split / SPLIT, units = UNITS * (split + 1) / SPLIT - unit;
-        ahead = first < items ? min(STAGES, units) : 0;
     }
     DEVICE int tile(int item) const {
         if (!GROUP) return item / x_items;
@@ -124,32 +130,61 @@ struct Work {
     }
 };
 
-// A unit of a tile's rows of the weight.
-DEVICE void copy_w(const Shared& shared, const Work& work, const TensorMap* weight, u32 stage, int tile, int unit) {
-    barrier_expect(shared.full(stage), STAGE_BYTES);
+// A unit of a tile's rows of the weight, and what else is announced to its barrier.
+DEVICE void copy_w(const Shared& shared, const Work& work, const TensorMap* weight, u32 stage, int tile, int unit,
+                   u32 more) {
+    barrier_expect(shared.full(stage), W_BYTES + more);
     copy_rows(shared.w(stage) + work.share * (W_BYTES / SHARE), weight, shared.full(stage), unit * UNIT,
               tile * TILE + work.share * (TILE / SHARE), u16(((1 << SHARE) - 1) << work.split * SHARE));
 }
 
-// By one thread: a ring of weights, which are no kernel's result.
-DEVICE void copy_ahead(const Shared& shared, const Work& work, const TensorMap* weight) {
-    for (int i = 0; i < work.ahead; ++i) copy_w(shared, work, weight, i, work.tile(work.first), work.unit + i);
+// By one thread: weights, which are no kernel's result.
+DEVICE void copy_weight(const Shared& shared, const Work& work, const TensorMap* weight) {
+    Ring ring, landed;
+    int asked = 0;
+    for (int item = work.first; item < work.items; item += work.step) {
+        const int tile = work.tile(item);
+        for (int i = 0; i < work.units; ++i, ring.next()) {
+            if (asked++ >= WINDOW) {
+                barrier_wait(shared.full(landed.stage), landed.parity);
+                landed.next();
+            }
+            // Of a ring that has not gone round a place is empty: it counts as a phase of parity 1.
+            barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+            copy_w(shared, work, weight, ring.stage, tile, work.unit + i, 0);
+        }
+    }
 }
 
-// By the same thread: the rest.
-DEVICE void copy(const Shared& shared, const Work& work, const TensorMap* weight, const TensorMap* x) {
+// By another: rows of x.
+DEVICE void copy_x(const Shared& shared, const Work& work, const TensorMap* x) {
     wait_for_previous();
     Ring ring;
-    for (int item = work.first, i = 0; item < work.items; item += work.step, i = 0) {
+    for (int item = work.first; item < work.items; item += work.step) {
+        const int row = work.x_row(item);
+        for (int i = 0; i < work.units; ++i, ring.next()) {
+            barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+            barrier_expect(shared.full_x(ring.stage), X_BYTES);
+            copy_2d(shared.x(ring.stage), x, shared.full_x(ring.stage), (work.unit + i) * UNIT, row);
+        }
+    }
+}
+
+// By one thread: both.
+DEVICE void copy_both(const Shared& shared, const Work& work, const TensorMap* weight, const TensorMap* x) {
+    const int ahead = work.first < work.items ? min(STAGES, work.units) : 0;
+    for (int i = 0; i < ahead; ++i)
+        copy_w(shared, work, weight, i, work.tile(work.first), work.unit + i, X_BYTES);
+    wait_for_previous();
+    Ring ring;
+    for (int item = work.first; item < work.items; item += work.step) {
         const int tile = work.tile(item), row = work.x_row(item);
-        for (; i < work.units; ++i) {
-            if (item != work.first || i >= work.ahead) {
-                // Of a ring that has not gone round a place is empty: it counts as a phase of parity 1.
+        for (int i = 0; i < work.units; ++i, ring.next()) {
+            if (item != work.first || i >= ahead) {
                 barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
-                copy_w(shared, work, weight, ring.stage, tile, work.unit + i);
+                copy_w(shared, work, weight, ring.stage, tile, work.unit + i, X_BYTES);
             }
             copy_2d(shared.x(ring.stage), x, shared.full(ring.stage), (work.unit + i) * UNIT, row);
-            ring.next();
         }
     }
 }
@@ -180,7 +215,6 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
         if (item == work.first) wait_for_previous();
         finish.begin_x(x_scales);
         // Of shared sums, the residuals of this block's: asked for before they are needed.
-        constexpr int ALL = M_TILES * SIXTEENS, OWN = (ALL + SPLIT - 1) / SPLIT;
         u32 residuals[SPLIT > 1 ? OWN : 1][EIGHTS_OF_SIXTEEN][2];
 #pragma unroll
         for (int i = 0; i < (SPLIT > 1 ? OWN : 0); ++i) {
@@ -199,6 +233,7 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
             const int end = min(begin + RUN, work.units);
             for (int i = begin; i < end; ++i) {
                 barrier_wait(shared.full(ring.stage), ring.parity);
+                if (WINDOW) barrier_wait(shared.full_x(ring.stage), ring.parity);
                 const u64 a = matrix(shared.x(ring.stage) + wg_m * M_TILES * 64 * ROW_BYTES, 8 * ROW_BYTES, 16);
                 const u64 b = matrix(shared.w(ring.stage) + wg_n * COLUMNS * ROW_BYTES, 8 * ROW_BYTES, 16);
                 product_fence();
@@ -227,66 +262,48 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
             finish.all(value);
             continue;
         }
-        // A thread's sums of sixteen by sixteen: two fours, each beside its neighbours'.
-        const u32 sums = shared.base + threadIdx.x * 16;
-        constexpr u32 FOUR = THREADS * 16;
-        named_sync(1, THREADS);  // the last of the ring has been read
+        auto pair = [&](int i, int split, int j) {
+            const int g = min(2 * i + split, ALL - 1);
+            return value(g / SIXTEENS, 8 * (g % SIXTEENS) + j);
+        };
+        // Of the i-th pair of sixteens one is this block's, the other is sent.
+        const u32 place = SENT_AT + threadIdx.x * 16, other = work.split ^ 1;
+        const u32 there = of_block(shared.base + place, other), barrier = of_block(shared.sent(), other);
+        cluster_wait();  // the other's barrier is there
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
+        for (int i = 0; i < OWN; ++i) {
+            float v[8];
 #pragma unroll
-            for (int j = 0; j < VALUES / 4; ++j)
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(sums + (m * (VALUES / 4) + j) * FOUR),
-                             "f"(value(m, 4 * j)), "f"(value(m, 4 * j + 1)), "f"(value(m, 4 * j + 2)),
-                             "f"(value(m, 4 * j + 3))
-                             : "memory");
-        cluster_sync();
+            for (int j = 0; j < 8; ++j) v[j] = work.split ? pair(i, 0, j) : pair(i, 1, j);
+            if (ALL % 2 && i == OWN - 1 && other) continue;
+            send_4(v[0], v[1], v[2], v[3], there + 2 * i * FOUR, barrier);
+            send_4(v[4], v[5], v[6], v[7], there + (2 * i + 1) * FOUR, barrier);
+        }
+        barrier_wait(shared.sent(), 0);
 #pragma unroll
-        for (int first = 0; first < OWN; first += 2) {
-            float4 w[2][SPLIT][2];
+        for (int i = 0; i < OWN; ++i) {
+            const int g = i * SPLIT + work.split, m = g / SIXTEENS;
+            if (g >= ALL) break;
+            const u32 from = shared.base + place + 2 * i * FOUR;
+            const uint4 low = get_4(from), high = get_4(from + FOUR);
+            const u32 others[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            float v[8];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int g = min((first + i) * SPLIT + work.split, ALL - 1);
-#pragma unroll
-                for (int block = 0; block < SPLIT; ++block)
-#pragma unroll
-                    for (int four = 0; four < 2; ++four) {
-                        float4& to = w[i][block][four];
-                        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                                     : "=f"(to.x), "=f"(to.y), "=f"(to.z), "=f"(to.w)
-                                     : "r"(of_block(sums + (2 * g + four) * FOUR, block * SHARE + work.share))
-                                     : "memory");
-                    }
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int g = (first + i) * SPLIT + work.split, m = g / SIXTEENS;
-                if (g >= ALL) break;
-                float v[8];
-#pragma unroll
-                for (int j = 0; j < 8; ++j) v[j] = 0.0f;
-#pragma unroll
-                for (int block = 0; block < SPLIT; ++block)
-#pragma unroll
-                    for (int four = 0; four < 2; ++four) {
-                        const float4 from = w[i][block][four];
-                        v[4 * four] += from.x, v[4 * four + 1] += from.y;
-                        v[4 * four + 2] += from.z, v[4 * four + 3] += from.w;
-                    }
-                const float(&rows)[2] = finish.x_scales[M_TILES > 1 && m > 0 ? M_TILES - 1 : 0];
-                u32 results[EIGHTS_OF_SIXTEEN][2];
-                finish.round(results, v, residuals[SPLIT > 1 ? min(first + i, OWN - 1) : 0], g % SIXTEENS, rows[0],
-                             rows[1]);
-                finish.store(results, m, g % SIXTEENS);
-            }
+            for (int j = 0; j < 8; ++j) v[j] = __uint_as_float(others[j]) + (work.split ? pair(i, 1, j) : pair(i, 0, j));
+            const float(&rows)[2] = finish.x_scales[M_TILES > 1 && m > 0 ? M_TILES - 1 : 0];
+            u32 results[EIGHTS_OF_SIXTEEN][2];
+            finish.round(results, v, residuals[SPLIT > 1 ? i : 0], g % SIXTEENS, rows[0], rows[1]);
+            finish.store(results, m, g % SIXTEENS);
         }
     }
 }
 
 // Where sums need more registers than an even share, the copying warp group gives some up.
-constexpr bool UNEVEN = (PROMOTE ? 2 : 1) * M_TILES * VALUES >= 128;
-static_assert(!UNEVEN || GROUPS == 2, "registers for two");
+constexpr bool UNEVEN = GROUPS == 2 && (PROMOTE ? 2 : 1) * M_TILES * VALUES >= 128;
+constexpr int COPIERS = UNEVEN ? 128 : 64;
+static_assert(GROUPS <= 2 || (PROMOTE ? 2 : 1) * M_TILES * VALUES < 128, "registers for two");
 
-extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) __cluster_dims__(SPLIT * SHARE, 1, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1) __cluster_dims__(SPLIT * SHARE, 1, 1)
     products(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const u8* packed,
              const float* x_scales, const float* bias, const u16* residual, u16* out, int tokens, float x_scale,
              float result_scale) {
@@ -298,22 +315,25 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
         prefetch_map(&x);
         for (u32 i = 0; i < STAGES; ++i) {
             barrier_init(shared.full(i), 1);
+            barrier_init(shared.full_x(i), 1);
             barrier_init(shared.empty(i), 4 * GROUPS * SHARE);
         }
+        if (SPLIT > 1) {
+            barrier_init(shared.sent(), 1);
+            barrier_expect(shared.sent(), 2 * FOUR * ((ALL - work.split + 1) / 2));
+        }
         barrier_init_fence();
-        if (SHARE == 1) copy_ahead(shared, work, &weight);
     }
     __syncthreads();
     if (SHARE > 1) cluster_sync();  // the others' barriers are there
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (SPLIT > 1) cluster_arrive_relaxed();
+    launch_next();
     if (threadIdx.x >= THREADS) {
         if (UNEVEN) registers_less<24>();
-        if (threadIdx.x == THREADS) {
-            if (SHARE > 1) copy_ahead(shared, work, &weight);
-            copy(shared, work, &weight, &x);
-        }
+        if (threadIdx.x == THREADS) WINDOW ? copy_weight(shared, work, &weight) : copy_both(shared, work, &weight, &x);
+        if (WINDOW && threadIdx.x == THREADS + 32) copy_x(shared, work, &x);
         __syncwarp();
-        if (SPLIT > 1) cluster_sync();
+        if (SPLIT > 1) cluster_wait();
     } else {
         if (UNEVEN) registers_more<240>();
         if (work.first >= work.items) wait_for_previous();
@@ -325,5 +345,5 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
         finish.x_scale = x_scale, finish.result_scale = result_scale;
         compute(shared, work, finish, x_scales, reinterpret_cast<const float*>(packed + codes), bias);
     }
-    cluster_sync();  // no block's memory is read or written to after its end
+    if (SHARE > 1) cluster_sync();  // no block's barriers are arrived at after its end
 }

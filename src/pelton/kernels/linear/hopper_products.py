@@ -38,8 +38,10 @@ CODES = {"fp8_row": 1, "int8_row": 2}
 _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 _SHARED, _MOST_STAGES = 226 << 10, 16
 #: Besides the ring and vectors of a tile: barriers, up to the first multiple of 1024 bytes.
-_BESIDES = 1024 + 16 * _MOST_STAGES
-#: Sums of a thread from which on the copying warp group gives registers up.
+_BESIDES = 1024 + 24 * _MOST_STAGES + 16
+#: Bytes of the weight that a block has asked for at most and not got yet, where x is one tile.
+_ON_THEIR_WAY = 96 << 10
+#: Sums of a thread from which on, where two warp groups multiply, the copying one gives registers up.
 _UNEVEN = 128
 
 
@@ -168,13 +170,19 @@ def products(
     items = -(-p.n // tile) * -(-rows_of_x // (tiles.x_rows * tiles.share))
     most = items if tiles.split > 1 else PROCESSORS // cluster  # blocks stay, and take as many items each
     clusters = -(-items // -(-items // most))
-    besides = _BESIDES + 8 * tiles.columns * tiles.wg_m * tiles.wg_n
+    besides = _BESIDES
+    if codes or bias:
+        besides += 8 * tiles.columns * tiles.wg_m * tiles.wg_n
+    if tiles.split > 1:  # what a thread is sent: eight sums of every other sixteen
+        besides += 4096 * tiles.wg_m * tiles.wg_n * -(-tiles.m_tiles * tiles.columns // 32)
     # Rows of x that are not copied need no space, as long as something lies there.
     x_space = tiles.x_rows if x_box + block_rows < tiles.x_rows else x_box
     stage = (x_space + block_rows) * ROW_BYTES
     stages = min(_MOST_STAGES, (_SHARED - besides) // stage)
     assert stages >= 2, f"{tiles} does not fit"
-    uneven = (2 if tiles.promote else 1) * tiles.m_tiles * tiles.columns // 2 >= _UNEVEN
+    window = max(1, min(stages, _ON_THEIR_WAY // (block_rows * ROW_BYTES)))
+    sums = (2 if tiles.promote else 1) * tiles.m_tiles * tiles.columns // 2
+    uneven = tiles.wg_m * tiles.wg_n == 2 and sums >= _UNEVEN
     launch = b.launch(
         (Term(times=clusters * cluster),),
         constants={
@@ -189,6 +197,7 @@ def products(
             "SIXTEENS": tiles.columns // 16,
             "X_BOX": x_box,
             "STAGES": stages,
+            "WINDOW": window if rows_of_x <= tiles.x_rows else 0,
             "SPLIT": tiles.split,
             "SHARE": tiles.share,
             "PROMOTE": tiles.promote,
@@ -201,7 +210,7 @@ def products(
             "RESIDUAL": int(form.residual is not None),
             "R_ROW": 0 if form.residual is None else call.input(form.residual).strides[0],
         },
-        threads=128 * tiles.wg_m * tiles.wg_n + (128 if uneven else 32),
+        threads=128 * tiles.wg_m * tiles.wg_n + (128 if uneven else 64),
         shared=stages * stage + besides,
         suffix="a",
         # Beside cuBLASLt's products, one that begins early is in their way.
@@ -235,6 +244,8 @@ def product_tiles(n: int, k: int, x_rows: int, gated: bool, quant: str, *, exact
     # Clusters of four do not fill an H200, and those of two cost some microseconds.
     narrow = rows_of_all < (48 if k <= 8192 else 96) * PROCESSORS
     split = 2 if narrow and 2 * rows_of_all <= most * wg_n * PROCESSORS and k >= 8 * ROW_BYTES else 1
+    if split == 2 and x_rows <= 64 and 2 * rows_of_all <= (192 if promote else 256) * PROCESSORS:
+        wg_n, most = 1, 192 if promote else 256  # x is read once from shared memory
     each = -(-rows_of_all * split // (most * wg_n * PROCESSORS))  # of a block
     columns = min(most, -(-rows_of_all * split // (each * PROCESSORS * 16 * wg_n)) * 16)
     shared = x_rows > 128 and each > 1 and columns % (32 if gated else 16) == 0
