@@ -83,13 +83,19 @@ def table() -> str:
         first = next(iter(rows.values()))
         lines.append(f"| {model} | unquantised | | | {first['perplexity_unquantised']:.2f} | | | |")
         for row in rows.values():
-            more = row["perplexity"] / row["perplexity_unquantised"] - 1
             ratio = f"{row['decode_ratio']:.2f} of {row['decode_against']}" if "decode_ratio" in row else "-"
             lines.append(
                 f"| | `{row['recipe']}` | {row['bits']:.2f} | {row['nbytes'] / 1e6:.1f} | "
-                f"{row['perplexity']:.2f} ({more:+.1%}) | {row['kl']:.4f} | {row['top1']:.1%} | {ratio} |"
+                f"{_beside(row['perplexity'], row['perplexity_unquantised'])} | {row['kl']:.4f} | "
+                f"{row['top1']:.1%} | {ratio} |"
             )
     return "\n".join(lines)
+
+
+def _beside(found: float, unquantised: float) -> str:
+    """A perplexity, and how much more it is than another: nothing of a model is left beyond a hundredfold."""
+    times = found / unquantised
+    return f"{found:.2f} ({times - 1:+.1%})" if times < 100 else f"{found:.0e}"
 
 
 if __name__ == "__main__":
