@@ -286,6 +286,10 @@ inline bool __any_sync(u32 all, bool x) {
     for (int step = 16; step; step /= 2) x |= bool(__shfl_xor_sync(all, x, step));
     return x;
 }
+inline u32 __reduce_max_sync(u32 all, u32 x) {
+    for (int step = 16; step; step /= 2) x = max(x, __shfl_xor_sync(all, x, step));
+    return x;
+}
 inline u32 __reduce_or_sync(u32 all, u32 x) {
     for (int step = 16; step; step /= 2) x |= __shfl_xor_sync(all, x, step);
     return x;

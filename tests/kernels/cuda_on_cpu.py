@@ -73,6 +73,11 @@ def _translated(source: CudaSource, run: str, header: str) -> str:
     text = re.sub(r"extern __shared__.*?memory\[\];", "unsigned char* memory = shared_memory();", text)
     text = re.sub(r'asm volatile\("griddepcontrol[^;]*;"\);', "", text)
     assert "asm" not in text
-    names = ", ".join(part.split()[-1].lstrip("*") for part in signature[1].split(","))
-    run = run.replace("SIGNATURE", signature[1]).replace("CALL", f"{name}({names})")
+    # Parameters that not all forms of a kernel have.
+    given = dict(source.constants)
+    parameters = re.sub(
+        r"#if (\w+)\n(.*?)#endif\n", lambda m: m[2] if given[m[1]] else "", signature[1], flags=re.S
+    )
+    names = ", ".join(part.split()[-1].lstrip("*") for part in parameters.split(","))
+    run = run.replace("SIGNATURE", parameters).replace("CALL", f"{name}({names})")
     return f'#include "{header}"\n{text}\n{run}'

@@ -40,18 +40,21 @@ def call_of(
     turns = OperandSpec(dtype="float32", shape=("T", dim), strides=(dim, 1))
     norm = OperandSpec(dtype=weights, shape=(dim,), strides=(1,)) if weights else None
     return CallSpec(
-        inputs=(qkv[0], qkv[1], qkv[1], turns, cache, cache, slots, table, *step, norm, norm, None, None),
+        inputs=(qkv[0], qkv[1], qkv[1], turns, cache, cache, slots, table, *step, norm, norm, *(None,) * 4),
         outputs=(OperandSpec(dtype=dtype, shape=("T", heads, dim), strides=(heads * dim, dim, 1)),),
         attrs={"eps": 1e-6, "scale": dim**-0.5, "window": window, "softcap": softcap},
     )
 
 
-def with_caches(call: CallSpec, kv_dtype: str) -> CallSpec:
-    """``call`` with caches of another type, and their scales."""
+def with_caches(call: CallSpec, kv_dtype: str, *, shifted: bool = False) -> CallSpec:
+    """``call`` with caches of another type, and their scales; ``shifted``: with keys less a vector."""
     cache = replace(call.input(4), dtype=kv_dtype)
     scale = OperandSpec(dtype="float32", shape=cache.shape[1:2], strides=(1,))
     scales = (scale, scale) if kv_dtype in KV_CODES else (None, None)
-    return replace(call, inputs=(*call.inputs[:4], cache, cache, *call.inputs[6:12], *scales))
+    heads, dim = int(cache.shape[1]), int(cache.shape[3])
+    wide = (OperandSpec(dtype="float32", shape=(heads, n * dim), strides=(n * dim, 1)) for n in (1, 2))
+    rounding = tuple(wide) if shifted else (None, None)
+    return replace(call, inputs=(*call.inputs[:4], cache, cache, *call.inputs[6:12], *scales, *rounding))
 
 
 def node_of(call: CallSpec) -> NodeSpec:
@@ -108,10 +111,13 @@ def test_what_clusters_do_not_take_is_left_to_triton(call: CallSpec, fits: bool)
     assert (launch.kernel.function == "decode" and hasattr(launch.kernel, "file")) == fits  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("largest", cuda.LARGEST)
-def test_caches_of_8_bits_have_the_same_kernel_in_steps_of_any_size(kv_dtype: str, largest: int) -> None:
-    call = with_caches(call_of(), kv_dtype)
+def test_caches_of_8_bits_have_the_same_kernel_in_steps_of_any_size(
+    kv_dtype: str, largest: int, shifted: bool
+) -> None:
+    call = with_caches(call_of(), kv_dtype, shifted=shifted)
     tactic = all_tactics()[f"cuda.rope_paged_attention.hopper8.{largest or 'any'}"]
     assert tactic.supports(node_of(call))
     assert not tactic.supports(node_of(call_of()))
@@ -121,17 +127,30 @@ def test_caches_of_8_bits_have_the_same_kernel_in_steps_of_any_size(kv_dtype: st
     assert launch.kernel.file == hopper.FILE  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_writes_and_attention_compile_with_and_without_scales(kv_dtype: str) -> None:
+def test_keys_less_a_vector_are_left_to_triton_where_a_cache_holds_elements() -> None:
+    call = with_caches(call_of(), "bfloat16", shifted=True)
+    tactic = all_tactics()["cuda.rope_paged_attention.hopper.4"]
+    assert tactic.decode is not None
+    (launch,) = tactic.decode(call, 4)
+    assert not hasattr(launch.kernel, "file")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "shifted"),
+    [("bfloat16", False), ("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)],
+)
+def test_writes_and_attention_compile_with_and_without_scales(kv_dtype: str, shifted: bool) -> None:
     """The interpreter takes what the compiler does not, such as None where a number may be."""
     call = call_of(heads=4, kv_heads=2, dim=64)
-    call = with_caches(call, kv_dtype)
+    call = with_caches(call, kv_dtype, shifted=shifted)
     cache, scale = call.input(4), call.inputs[12]
     tactic = all_tactics()["cuda.rope_paged_attention.4"]
     assert tactic.launches is not None
     assert tactic.decode is not None
-    write = replace(call, inputs=(*call.inputs[1:3], cache, cache, call.inputs[6], scale, scale), outputs=())
-    works = *tactic.launches(call, 64), *tactic.decode(call, 4), *kv_write.launches(write, 4)
+    given = *call.inputs[1:3], cache, cache, call.inputs[6], scale, scale, *call.inputs[14:]
+    write = replace(call, inputs=given, outputs=())
+    in_any_step = tactic.launches(call, 64)[: 1 if shifted else None]  # attention has no word of it
+    works = *in_any_step, *tactic.decode(call, 4), *kv_write.launches(write, 4)
     for work in works:
         assert compile_kernel(work.kernel, 90).image[:4] == b"\x7fELF"  # type: ignore[union-attr]
 
@@ -145,8 +164,10 @@ def test_writes_and_attention_compile_with_and_without_scales(kv_dtype: str) -> 
         call_of(heads=16, kv_heads=1, weights="float32", softcap=30.0),
         with_caches(call_of(), "int8"),
         with_caches(call_of(heads=9, kv_heads=1, dim=64, dtype="float16"), "float8_e4m3fn"),
+        with_caches(call_of(), "float8_e4m3fn", shifted=True),
+        with_caches(call_of(heads=9, kv_heads=1, dim=64, dtype="float16"), "int8", shifted=True),
     ],
-    ids=["llama", "window", "norms", "int8", "fp8"],
+    ids=["llama", "window", "norms", "int8", "fp8", "shifted", "shifted, 64"],
 )
 @pytest.mark.parametrize("blocks", [1, 8])
 def test_the_kernel_of_clusters_is_compiled(call: CallSpec, blocks: int) -> None:

@@ -123,6 +123,23 @@ for tactic in tactics:
 print(len(tactics), "right")
 """
 
+CODES = """
+import torch
+from pelton.kernels import conformance_cuda as c
+from pelton.kernels.tactic import all_tactics
+from tests.kernels import key_codes
+
+for op, tactic, sequences in (
+    ("kv_write", "kv_write", 8), ("rope_kv_write", "rope_kv_write", 8),
+    ("rope_paged_attention", "rope_paged_attention.any", 2),
+):
+    sample = key_codes.sample_of(op, torch.float8_e4m3fn, dim=80, sequences=sequences)
+    case = key_codes.case_of(op, all_tactics()["cuda." + tactic], sample, "float32")
+    call = c.call_of(case)
+    cache = c.interpret(case, call).inputs[next(iter(call.wanted))]
+    print(op, key_codes.check_codes(case.op, case.sample, cache), "differ")
+"""
+
 COMPILE = """
 from pelton.builder.cubins import compile_kernel
 from pelton.kernels.launch import CallSpec, OperandSpec
@@ -174,18 +191,23 @@ def test_sequences_that_pad_a_decode_step_attend_to_nothing(tmp_path: Path) -> N
     assert int(run(PADDED, tmp_path, TRITON_INTERPRET="1").split()[0]) > 0
 
 
+def test_keys_get_the_reference_s_codes_but_for_ties(tmp_path: Path) -> None:
+    out = run(CODES, tmp_path, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    assert out.count("differ") == 3
+
+
 def test_kernels_are_compiled_without_a_gpu(tmp_path: Path) -> None:
     assert run(COMPILE, tmp_path, TRITON_INTERPRET="0").count("rms_norm") == 2
 
 
-def test_kernels_that_round_keys_as_they_are_refuse_shifts() -> None:
+def test_every_kernel_that_writes_keys_takes_shifts() -> None:
     for op in ("kv_write", "rope_kv_write", "rope_paged_attention"):
-        found = [
-            case.sample
-            for dtype in ("float32", "bfloat16")
-            for case in conformance_cuda.cases(get_op(op), (dtype,))
-            if any(getattr(a, "dtype", None) == torch.float8_e4m3fn for a in case.sample.args)
-        ]
-        assert found
         first = [p.name for p in get_op(op).torch_op._schema.arguments].index("k_shift")
-        assert all(a is None for sample in found for a in sample.args[first:])
+        taken: dict[bool, set[str]] = {False: set(), True: set()}
+        for case in conformance_cuda.cases(get_op(op), ("bfloat16",), sm=90):
+            if any(getattr(a, "dtype", None) == torch.float8_e4m3fn for a in case.sample.args):
+                shifted = any(a is not None for a in case.sample.args[first : first + 2])
+                taken[shifted].add(case.tactic.name)
+        assert taken[True]
+        # A step of one token is not among the samples.
+        assert {name for name in taken[False] if not name.endswith(".1")} == taken[True]

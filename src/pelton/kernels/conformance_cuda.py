@@ -125,8 +125,8 @@ def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0, sm: int = 0) -> Iterat
 
 def telling(cases: Iterable[Case], most: int = 4) -> list[Case]:
     """At most ``most`` cases of each tactic and type: the smallest of each type of weight, kind of step and
-    rounding of inputs, then some of other sizes. All cases of ops whose kernels are small, as those take no
-    time to compile."""
+    rounding of inputs and keys, then some of other sizes. All cases of ops whose kernels are small, as those
+    take no time to compile."""
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.tactic.name, case.dtype), []).append(case)
@@ -140,12 +140,18 @@ def telling(cases: Iterable[Case], most: int = 4) -> list[Case]:
         for case in group:
             attrs = split_arguments(case.op, case.sample.args)[1]
             static = attrs.get("x_codes"), attrs.get("y_codes"), case.sample.args[0].dtype
-            kinds.setdefault((case.decode, *static, *sorted(w.quant for w in case.packed.values())), case)
+            quants = sorted(w.quant for w in case.packed.values())
+            kinds.setdefault((case.decode, *static, _is_shifted(case), *quants), case)
         own = evenly(list(kinds.values()), most)
         names = {str(case) for case in own}
         rest = [case for case in group[: max(most, len(group) * 3 // 4)] if str(case) not in names]
         chosen += own + evenly(rest, most - len(own))
     return chosen
+
+
+def _is_shifted(case: Case) -> bool:
+    names = (p.name for p in case.op.torch_op._schema.arguments)
+    return any(n == "k_shift" and a is not None for n, a in zip(names, case.sample.args, strict=False))
 
 
 def _numbers(case: Case) -> int:

@@ -169,12 +169,6 @@ def gpu_caches(node: NodeSpec, k: int, v: int, *, codes: bool = False) -> bool:
     return float_rows(rest) and k_cache.dtype == v_cache.dtype and int(k_cache.shape[3]) <= 256
 
 
-def rounds_to_nearest(node: NodeSpec, besides: int) -> bool:
-    """Whether keys are only scaled before they are rounded: no ``k_shift`` at input ``besides``, and no
-    ``k_queries`` behind it."""
-    return all(t is None for t in node.inputs[besides:])
-
-
 def all_tactics() -> dict[str, Tactic]:
     """Every tactic in ``pelton.kernels``, and those registered from outside, by name."""
     import pelton.kernels as package

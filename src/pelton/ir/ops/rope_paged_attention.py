@@ -160,9 +160,10 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     yield make_sample(g, lens=[(7, 20), (1, 30)], window=6, softcap=5.0, block_size=16)
     for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
         yield make_sample(g, lens=[(1, 70), (1, 50)], dtype=dtype, heads=(8, 2), dim=128, block_size=16)
-    for dtype in (torch.int8, torch.float8_e4m3fn):
+    for dtype in (torch.float8_e4m3fn, torch.int8):
         yield make_sample(g, lens=[(1, 70), (1, 50)], dtype=dtype, dim=80, rotary=32, shifted=True)
-        yield make_sample(g, lens=[(5, 5), (1, 8)], dtype=dtype, dim=128, normed=True, shifted=True)
+        yield make_sample(g, lens=[(5, 5), (1, 8)], dtype=dtype, block_size=16, normed=True, shifted=True)
+        yield make_sample(g, lens=[(1, 70), (1, 9)], dtype=dtype, dim=128, block_size=16, shifted=True)
     for codes in LARGEST:
         yield make_sample(g, lens=[(1, 130), (1, 9)], dim=128, block_size=16, y_codes=codes)
         yield make_sample(g, lens=[(20, 30), (1, 9)], heads=(8, 2), block_size=16, y_codes=codes)

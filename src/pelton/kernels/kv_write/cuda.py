@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pelton.kernels.launch import Builder, CallSpec, LaunchSpec, Term, power_of_two, rows
-from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches, rounds_to_nearest
+from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
 
 MODULE = "pelton.kernels.kv_write.triton_kv_write"
 
@@ -14,14 +14,14 @@ def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
     b = Builder(call, MODULE, "kv_write")
     for index, name in enumerate(("k", "v", "k_cache", "v_cache", "slots")):
         b.input(name, index)
-    b.input("k_scale", 5).input("v_scale", 6)
+    b.input("k_scale", 5).input("v_scale", 6).input("k_shift", 7).input("k_queries", 8)
     b.constants(HEADS=heads, D=dim, PAGE=int(cache.shape[2]), BLOCK=power_of_two(dim))
     b.constants(K_ROW=k.strides[0], V_ROW=v.strides[0], K_HEAD=k.strides[1], V_HEAD=v.strides[1])
     return (b.launch((rows(k),), (Term(times=heads),), num_warps=1),)
 
 
 def _supports(node: NodeSpec) -> bool:
-    return gpu_caches(node, 2, 3, codes=True) and rounds_to_nearest(node, 7)
+    return gpu_caches(node, 2, 3, codes=True)
 
 
 TACTICS = [

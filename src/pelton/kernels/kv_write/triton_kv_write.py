@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pelton.kernels.kv_write.triton_codes import encode
+from pelton.kernels.kv_write.triton_codes import encode, encode_keys
 
 
 @triton.jit
@@ -15,6 +15,8 @@ def kv_write(
     slots,
     k_scale,
     v_scale,
+    k_shift,
+    k_queries,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -36,5 +38,7 @@ def kv_write(
     value = tl.load(v + row * V_ROW + head * V_HEAD + d, mask=mask)
     key_scale = None if k_scale is None else tl.load(k_scale + head)
     value_scale = None if v_scale is None else tl.load(v_scale + head)
-    tl.store(k_cache + at, encode(key, key_scale, k_cache.dtype.element_ty), mask=mask)
-    tl.store(v_cache + at, encode(value, value_scale, v_cache.dtype.element_ty), mask=mask)
+    kind: tl.constexpr = k_cache.dtype.element_ty
+    keys = k_cache + at
+    tl.store(keys, encode_keys(key, key_scale, k_shift, k_queries, head, d, mask, D, kind), mask=mask)
+    tl.store(v_cache + at, encode(value, value_scale, kind), mask=mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pelton.kernels.launch import Builder, CallSpec, LaunchSpec, Term, power_of_two, rows
-from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches, rounds_to_nearest
+from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
 
 #: Heads that a program handles.
 HEADS = 4
@@ -18,6 +18,7 @@ def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
     for index, name in enumerate(("q", "k", "v", "cos_sin", "k_cache", "v_cache", "slots")):
         b.input(name, index)
     b.input("q_weight", 7).input("k_weight", 8).input("k_scale", 9).input("v_scale", 10)
+    b.input("k_shift", 11).input("k_queries", 12)
     b.output("out").number("eps", float(call.attrs["eps"]))
     b.constants(Q_HEADS=heads, KV_HEADS=kv_heads, D=dim, HALF=int(cos_sin.shape[1]) // 2)
     b.constants(PAGE=int(k_cache.shape[2]), Q_ROW=q.strides[0], K_ROW=k.strides[0], V_ROW=v.strides[0])
@@ -28,7 +29,7 @@ def launches(call: CallSpec, max_tokens: int) -> tuple[LaunchSpec, ...]:
 
 
 def _supports(node: NodeSpec) -> bool:
-    return gpu_caches(node, 4, 5, codes=True) and rounds_to_nearest(node, 11)
+    return gpu_caches(node, 4, 5, codes=True)
 
 
 TACTICS = [

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pelton.kernels.kv_write.triton_codes import encode
+from pelton.kernels.kv_write.triton_codes import encode, encode_keys
 
 
 @triton.jit
@@ -50,6 +50,8 @@ def rope_kv_write(
     k_weight,
     k_scale,
     v_scale,
+    k_shift,
+    k_queries,
     out,
     eps,
     Q_HEADS: tl.constexpr,
@@ -90,7 +92,9 @@ def rope_kv_write(
             at = ((slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
             turned = rotated(k + row * K_ROW + head * K_HEAD, mask_h, k_weight, table, eps, D, HALF, BLOCK)
             # As the unfused ops do: k has the element type before it gets the cache's.
-            key = encode(turned.to(k.dtype.element_ty), key_scale, k_cache.dtype.element_ty)
+            key = turned.to(k.dtype.element_ty)
+            kind: tl.constexpr = k_cache.dtype.element_ty
+            key = encode_keys(key, key_scale, k_shift, k_queries, head[:, None], d[None, :], mask, D, kind)
             tl.store(k_cache + at, key, mask=mask)
             value = tl.load(v + row * V_ROW + (head * V_HEAD)[:, None] + d[None, :], mask=mask, other=0.0)
             tl.store(v_cache + at, encode(value, value_scale, v_cache.dtype.element_ty), mask=mask)

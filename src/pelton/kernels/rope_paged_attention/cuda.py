@@ -26,12 +26,12 @@ from pelton.kernels.launch import (
 from pelton.kernels.launch import workspace as workspace_at
 from pelton.kernels.paged_attention import cuda as paged_attention
 from pelton.kernels.rope_kv_write import cuda as rope_kv_write
-from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, gpu_caches, rounds_to_nearest
+from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, gpu_caches
 
 MODULE = "pelton.kernels.rope_paged_attention.triton_decode"
 
 #: Where the parts' operands stand among the op's.
-_WRITE = (0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13)
+_WRITE = (0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13, 14, 15)
 _ATTEND = (4, 5, 7, 8, 9, 12, 13)
 
 
@@ -81,7 +81,7 @@ def decode(call: CallSpec, how: Decode, sequences: int) -> tuple[Work, ...]:
     for index, name in enumerate(("q", "k", "v", "cos_sin", "k_cache", "v_cache", "slots", "block_table")):
         b.input(name, index)
     b.input("seq_lens", 9).input("q_weight", 10).input("k_weight", 11).input("k_scale", 12)
-    b.input("v_scale", 13).output("out")
+    b.input("v_scale", 13).input("k_shift", 14).input("k_queries", 15).output("out")
     if how.splits > 1:
         b.counters("counters")
         for name, offset in _parts(sequences, heads, how.splits).items():
@@ -189,8 +189,7 @@ def supports(largest: int) -> Callable[[NodeSpec], bool]:
     def takes(node: NodeSpec) -> bool:
         k = node.inputs[1]
         assert k is not None
-        caches = gpu_caches(node, 4, 5, codes=True) and rounds_to_nearest(node, 14)
-        return caches and largest * int(k.shape[1]) <= COUNTERS
+        return gpu_caches(node, 4, 5, codes=True) and largest * int(k.shape[1]) <= COUNTERS
 
     return takes
 

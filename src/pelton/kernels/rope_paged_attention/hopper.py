@@ -58,16 +58,19 @@ def shared_bytes(how: Cluster, group: int, dim: int) -> int:
 def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
     """The launch for a step in which every sequence has one token."""
     q, k, v, cos_sin, k_cache = (call.input(i) for i in range(5))
-    k_scale, v_scale = call.inputs[12], call.inputs[13]
+    k_scale, v_scale, *rounding = call.inputs[12:16]
     dim, kv_heads = int(q.shape[2]), int(k.shape[1])
     group = int(q.shape[1]) // kv_heads
     weights = call.inputs[10], call.inputs[11]
     softcap = float(call.attrs["softcap"])
+    shifted = all(rounding)
     b = CudaBuilder(call, FILE, "decode")
     for index in (0, 1, 2, 3, 4, 5, 6, 7, 9):
         b.input(index)
     for index, operand in enumerate((*weights, k_scale, v_scale), 10):
         b.input(index if operand else 0)  # where it is absent, not read
+    if shifted:
+        b.input(14).input(15)
     b.output().number(float(call.attrs["eps"])).number(float(call.attrs["scale"])).number(softcap)
     b.number(float(call.attrs.get("y_scale") or 0.0))
     spec = b.launch(
@@ -95,6 +98,7 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
             "KV_CODE": _CODES.get(k_cache.dtype, 0),
             "K_SCALED": int(k_scale is not None),
             "V_SCALED": int(v_scale is not None),
+            "SHIFTED": int(shifted),
             "WEIGHTS32": int(any(w is not None and w.dtype == "float32" for w in weights)),
             "RESULT_CODE": result_code(call),
             "CLUSTER": how.blocks,
@@ -111,11 +115,12 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
 def fits(call: CallSpec) -> bool:
     """Whether the cluster's kernel takes the call, whose attention the tactic of prefills takes."""
     q, k, v, cos_sin, k_cache = (call.input(i) for i in range(5))
-    kinds = {w.dtype for w in call.inputs[10:12] if w is not None}
+    kinds, rounding = {w.dtype for w in call.inputs[10:12] if w is not None}, call.inputs[14:16]
     return (
         int(q.shape[1]) // int(k.shape[1]) <= ROWS
         and q.dtype == k.dtype
         and (k_cache.dtype == q.dtype or (k_cache.dtype in KV_CODES and q.dtype != "float32"))
+        and (not any(rounding) or (all(rounding) and k_cache.dtype in KV_CODES))
         and (kinds <= {"float32"} or kinds <= {q.dtype})
         # Heads are read, and rotate, by 8 elements.
         and int(cos_sin.shape[1]) // 2 % 8 == 0

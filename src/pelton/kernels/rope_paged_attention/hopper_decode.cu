@@ -9,7 +9,8 @@
 // its value. At the end each warp sends every block the part of its result that the block joins: after the kernel ahead
 // has ended, threads wait for each other only there.
 //
-// Caches hold elements, or codes of 8 bits (KV_CODE) with a scale a KV head (K_SCALED, V_SCALED) or none.
+// Caches hold elements, or codes of 8 bits (KV_CODE) with a scale a KV head (K_SCALED, V_SCALED) or none, of keys less a
+// vector, rounded as their queries would have it (SHIFTED).
 //
 // Constants: KV_HEADS, GROUP (query heads of a KV head, up to 16), D (64, 128), TURN (half the dimensions that
 // rotate, a multiple of 8), PAGE (8 to 128, a power of two), COLUMNS of the block table, Q_ROW, K_ROW, V_ROW and
@@ -17,6 +18,11 @@
 // NORM_Q, NORM_K (whether heads are normalised first), WEIGHTS32 (whether the norms' weights are float32), CLUSTER (1
 // to 8), WARPS (4 or 8), STAGES, RESULT_CODE (the result is codes of the scale `y_scale`: e4m3 1, int8 2; 0: elements).
 #include "hopper_decode_parts.cuh"
+#if SHIFTED
+#include "hopper_decode_shifted.cuh"
+#else
+struct Rounding {};
+#endif
 
 constexpr int THREADS = 32 * (WARPS + 1);
 // As if there were more threads, where they would leave no registers for a block of the product before.
@@ -47,6 +53,7 @@ struct Token {
     Cached *k_slot, *v_slot;  // where they go; null: another block stores them
     const Weight* k_weight;
     float k_scale, v_scale;
+    Rounding rounding;
 };
 
 // The new key's scores and the new value, for `join`.
@@ -56,10 +63,15 @@ DEVICE void attend_to(const Token& token, u32 base, const u32 (&q)[EIGHTS][SLOTS
     const bool has_value = lane < CHUNKS, has_key = lane < 4;
     uint4 elements = make_uint4(0, 0, 0, 0);
     if (token.there && has_value) elements = reinterpret_cast<const uint4*>(token.v)[lane];
-    // The first of 16 keys; of the others there are none.
+    // The first of 16 keys; of the others there are none (or, SHIFTED, the same again), and no score is read.
     u32 rotated[SLOTS][4], key[SLOTS][4];
     const u32 none[SLOTS][4] = {};
-    rotate<NORM_K>(rotated, token.k, token.there && has_key, token.k_weight, angles, eps);
+    rotate<NORM_K>(rotated, token.k, token.there && (SHIFTED || has_key), token.k_weight, angles, eps);
+#if SHIFTED
+    const NewKey codes(rotated, token.k_scale, token.rounding);
+    if (token.k_slot) codes.store(token.k_slot, token.rounding);
+    codes.gather(key);
+#else
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
         const int at = 8 * chunk_of(slot);
@@ -68,6 +80,7 @@ DEVICE void attend_to(const Token& token, u32 base, const u32 (&q)[EIGHTS][SLOTS
         for (int i = 0; i < 4; ++i) key[slot][i] = chunk.words[i];
         if (has_key && token.k_slot) chunk.store(token.k_slot + at);
     }
+#endif
     const u32 words[4] = {elements.x, elements.y, elements.z, elements.w};
     const NewChunk value(words, token.v_scale);
     if (has_value) {
@@ -91,8 +104,11 @@ DEVICE void attend_to(const Token& token, u32 base, const u32 (&q)[EIGHTS][SLOTS
 extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1, 1)
     decode(const u16* q, const u16* k, const u16* v, const float* cos_sin, Cached* k_cache, Cached* v_cache,
            const int* slots, const int* block_table, const int* seq_lens, const Weight* q_weight,
-           const Weight* k_weight, const float* k_scale, const float* v_scale, u16* out, float eps, float scale,
-           float softcap, float y_scale) {
+           const Weight* k_weight, const float* k_scale, const float* v_scale,
+#if SHIFTED
+           const float* k_shift, const float* k_queries,
+#endif
+           u16* out, float eps, float scale, float softcap, float y_scale) {
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 base = shared_address(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -160,6 +176,10 @@ extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1,
 
     const float key_scale = K_SCALED ? k_scale[kv_head] : 1.0f, value_scale = V_SCALED ? v_scale[kv_head] : 1.0f;
     scale *= key_scale;
+    Rounding rounding;
+#if SHIFTED
+    if (warp == WARPS) rounding.load(k_shift, k_queries, kv_head);
+#endif
 
     wait_for_previous();
     // The kernel behind this one begins to read weights as soon as it can. What this one is waiting for would wait behind
@@ -188,7 +208,8 @@ extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1,
                           stores ? v_cache + at : nullptr,
                           k_weight,
                           key_scale,
-                          value_scale};
+                          value_scale,
+                          rounding};
         attend_to(token, base, queries, angles, eps, scale, softcap);
         return;
     }

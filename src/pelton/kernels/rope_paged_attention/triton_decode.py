@@ -9,7 +9,7 @@ nothing waits for a store. Whichever program finishes last joins the parts (flas
 import triton
 import triton.language as tl
 
-from pelton.kernels.kv_write.triton_codes import encode
+from pelton.kernels.kv_write.triton_codes import encode, encode_keys
 from pelton.kernels.rope_kv_write.triton_rope_kv_write import rotated
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -39,6 +39,8 @@ def decode(
     k_weight,
     k_scale,
     v_scale,
+    k_shift,
+    k_queries,
     out,
     counters,
     partial,
@@ -115,7 +117,17 @@ def decode(
         one = kv_head + tl.arange(0, 1)
         place = ((slot // PAGE * KV_HEADS + one) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
         key = rotated(k + b * K_ROW + one * K_HEAD, one >= 0, k_weight, turn, eps, D, HALF, BLOCK_D)
-        key = encode(key.to(element), key_scale, k_cache.dtype.element_ty)
+        key = encode_keys(
+            key.to(element),
+            key_scale,
+            k_shift,
+            k_queries,
+            one[:, None],
+            d[None, :],
+            in_head[None, :],
+            D,
+            k_cache.dtype.element_ty,
+        )
         value = v + b * V_ROW + (one * V_HEAD)[:, None] + d[None, :]
         value = tl.load(value, mask=in_head[None, :], other=0.0)
         value = encode(value, value_scale, v_cache.dtype.element_ty)
