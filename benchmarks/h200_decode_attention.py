@@ -1,11 +1,13 @@
 """Times a layer's attention in decode steps on an H200, at Llama-3.1-8B's shape, and sweeps its tiles.
 
     python benchmarks/h200_decode_attention.py [--sweep] [--page 16] [--kv-dtype int8] [--json FILE]
+        [--batches 1,8] [--contexts 256,1024] [--writes 2048,8192]
 
-RoPE, KV write and attention, as one kernel (``rope_paged_attention``) and as the ops it stands for, by the
-tactics that a plan takes: microseconds in a CUDA graph, whose caches are too many for L2, and their share of
-the floor, the bytes of the keys and values at 4.3 TB/s. ``--sweep`` tries tiles, stages and numbers of
-programs of the one kernel.
+RoPE, KV write and attention, as one kernel (``rope_paged_attention``: Triton's, and that of clusters) and as
+the ops it stands for, by the tactics that a plan takes: microseconds in a CUDA graph, whose caches are too
+many for L2, and their share of the floor, the bytes of the keys and values at 4.3 TB/s. ``--sweep`` tries
+tiles, stages and numbers of programs of the one kernel. With codes of 8 bits the kernels are timed with keys
+less a vector, too ("shifted"). ``--writes``: instead, ``rope_kv_write`` of so many tokens, as in prefills.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from pelton.dtypes import ITEMSIZE, KV_CODES
 from pelton.engine.resources import cores
 from pelton.kernels.gpu.driver import Event, Memory, capture
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work, on_behalf
+from pelton.kernels.rope_kv_write import cuda as rope_kv_write
+from pelton.kernels.rope_paged_attention import hopper
 from pelton.kernels.rope_paged_attention.cuda import LARGEST, Decode, decode, decode_tiles
 from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, shipped_tactics
 
@@ -35,8 +39,12 @@ MAX_CONTEXT = 8192
 ROW = (HEADS + 2 * KV_HEADS) * DIM
 
 
-def call_of(page: int, kv_dtype: str = "bfloat16") -> CallSpec:
-    """The op over views of one projection."""
+#: Operands of rope_paged_attention that rope_kv_write has.
+_WRITE = (0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13, 14, 15)
+
+
+def call_of(page: int, kv_dtype: str = "bfloat16", *, shifted: bool = False) -> CallSpec:
+    """The op over views of one projection; ``shifted``: of keys less a vector, rounded by their queries."""
     heads = [
         OperandSpec(dtype="bfloat16", shape=("T", n, DIM), strides=(ROW, DIM, 1))
         for n in (HEADS, KV_HEADS, KV_HEADS)
@@ -45,8 +53,10 @@ def call_of(page: int, kv_dtype: str = "bfloat16") -> CallSpec:
     scale = operand(KV_HEADS, dtype="float32") if kv_dtype in KV_CODES else None
     step = [operand("T", dtype="int32"), operand("B", MAX_CONTEXT // page, dtype="int32")]
     step += [operand("B+1", dtype="int32"), operand("B", dtype="int32")]
+    wide = [operand(KV_HEADS, n * DIM, dtype="float32") for n in (1, 2)]
+    keys = (scale, scale, *(wide if shifted else (None, None)))
     return CallSpec(
-        inputs=(*heads, operand("T", DIM, dtype="float32"), cache, cache, *step, None, None, scale, scale),
+        inputs=(*heads, operand("T", DIM, dtype="float32"), cache, cache, *step, None, None, *keys),
         outputs=(operand("T", HEADS, DIM),),
         attrs={"eps": 0.0, "scale": DIM**-0.5, "window": 0, "softcap": 0.0},
     )
@@ -66,7 +76,7 @@ def separately(call: CallSpec, batch: int) -> tuple[Work, ...]:
         return describe(spec, batch)
 
     out = call.outputs[0]
-    first, second = (0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13), (4, 5, 7, 8, 9, 12, 13)
+    first, second = _WRITE, (4, 5, 7, 8, 9, 12, 13)
     write = CallSpec(inputs=tuple(call.inputs[i] for i in first), outputs=(out,), attrs=call.attrs)
     attend = CallSpec(inputs=(out, *(call.inputs[i] for i in second)), outputs=(out,), attrs=call.attrs)
     arguments = [[Argument("input", index=i) for i in indices] for indices in (first, second)]
@@ -75,6 +85,12 @@ def separately(call: CallSpec, batch: int) -> tuple[Work, ...]:
         *on_behalf(best("rope_kv_write", write), arguments[0], [result]),
         *on_behalf(best("paged_attention", attend), [result, *arguments[1]], [result]),
     )
+
+
+def write_of(call: CallSpec) -> tuple[Work, ...]:
+    """rope_kv_write's launches for the operands of rope_paged_attention."""
+    inputs = tuple(call.inputs[i] for i in _WRITE)
+    return rope_kv_write.launches(CallSpec(inputs=inputs, outputs=call.outputs, attrs=call.attrs), 8192)
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,12 @@ def variants(shape: Shape, sweep: bool) -> Iterator[Variant]:
     yield shape.variant("separate", {}, separately(call, shape.batch))
     largest = next((n for n in LARGEST if shape.batch <= n), 0)
     how = decode_tiles(largest, KV_HEADS, shape.kv_dtype)
-    yield shape.variant("one", asdict(how), decode(call, how, shape.batch))
+    cluster = hopper.cluster(largest, KV_HEADS, HEADS // KV_HEADS, DIM)
+    for shifted in (False, True)[: 2 if shape.kv_dtype in KV_CODES else 1]:
+        named = ", shifted" if shifted else ""
+        call = call_of(shape.page, shape.kv_dtype, shifted=shifted)
+        yield shape.variant("one" + named, asdict(how), decode(call, how, shape.batch))
+        yield shape.variant("clusters" + named, asdict(cluster), hopper.decode(call, cluster))
     for keys, warps, stages in SWEEP if sweep else ():
         # From one program a KV head to what fills the GPU several times.
         for splits in (1, 2, 4, 8, 16, 32, 64):
@@ -116,6 +137,19 @@ def variants(shape: Shape, sweep: bool) -> Iterator[Variant]:
             yield shape.variant("sweep", asdict(how), decode(call, how, shape.batch))
 
 
+def time_writes(bench: Bench, works: dict[tuple[int, bool], tuple[Work, ...]], kv_dtype: str) -> None:
+    """Of steps of (tokens, whether keys are shifted): each a sequence's next tokens."""
+    places = Places(bench)
+    for (tokens, shifted), of in works.items():
+        addresses = places.of_write(tokens, kv_dtype)
+        dims = {"T": tokens, "B": 1, "B+1": 2}
+        nbytes = 2 * ROW + 2 * HEADS * DIM + 2 * KV_HEADS * DIM * ITEMSIZE[kv_dtype]
+        floor = 1e6 * tokens * nbytes / BANDWIDTH
+        us = microseconds(bench, Variant("write", tokens, {}, of, dims, floor), [addresses])
+        what = "shifted" if shifted else ""
+        print(f"{tokens:>6} tokens {what:<9}{us:>8.2f} us {floor / us:>5.0%}", flush=True)
+
+
 #: Keys at a time, warps, stages.
 SWEEP = [
     *((16, 1, stages) for stages in (3, 5, 7, 9)),
@@ -125,7 +159,7 @@ SWEEP = [
 ]
 
 
-TILES = ("splits", "least", "keys", "stages", "warps")
+TILES = ("splits", "least", "keys", "stages", "warps", "blocks")
 
 
 def microseconds(bench: Bench, variant: Variant, addresses: list[tuple[list[int], list[int]]]) -> float:
@@ -182,7 +216,7 @@ class Places:
         angle = np.random.default_rng(1).standard_normal((batch, DIM // 2), np.float32)
         at, places = self.step.address + (128 << 20), []
         turns = np.concatenate([np.cos(angle), np.sin(angle)], 1)
-        for array in (turns, slots, table, ends, lens, np.full(KV_HEADS, 0.02, np.float32)):
+        for array in (turns, slots, table, ends, lens, *_of_keys()):
             places.append(at)
             at = self.put(np.ascontiguousarray(array), at)
         cache = batch * per * shape.page * KV_HEADS * DIM * shape.itemsize
@@ -192,9 +226,28 @@ class Places:
             qkv = self.step.address + i * batch * ROW * 2
             heads = [qkv, qkv + HEADS * DIM * 2, qkv + (HEADS + KV_HEADS) * DIM * 2]
             kv = [self.caches.address + (2 * i + j) * cache for j in (0, 1)]
-            inputs = [*heads, places[0], *kv, *places[1:5], 0, 0, places[5], places[5]]
+            inputs = [*heads, places[0], *kv, *places[1:5], 0, 0, places[5], *places[5:]]
             found.append((inputs, [self.step.address + (160 << 20)]))
         return found
+
+    def of_write(self, tokens: int, kv_dtype: str) -> tuple[list[int], list[int]]:
+        angle = np.random.default_rng(1).standard_normal((tokens, DIM // 2), np.float32)
+        at, places = self.step.address + (128 << 20), []
+        turns = np.concatenate([np.cos(angle), np.sin(angle)], 1)
+        for array in (turns, np.arange(tokens, dtype=np.int32), *_of_keys()):
+            places.append(at)
+            at = self.put(np.ascontiguousarray(array), at)
+        qkv, cache = self.step.address, tokens * KV_HEADS * DIM * ITEMSIZE[kv_dtype]
+        heads = [qkv, qkv + HEADS * DIM * 2, qkv + (HEADS + KV_HEADS) * DIM * 2]
+        kv = [self.caches.address + i * cache for i in (0, 1)]
+        inputs = [*heads, places[0], *kv, places[1], 0, 0, places[2], *places[2:]]
+        return inputs, [self.step.address + (160 << 20)]
+
+
+def _of_keys() -> list[Any]:
+    """Scales, what keys are stored less, and their queries."""
+    noise = np.random.default_rng(2).standard_normal((KV_HEADS, 3 * DIM), np.float32)
+    return [np.full(KV_HEADS, 0.02, np.float32), noise[:, :DIM], np.abs(noise[:, DIM:])]
 
 
 def main() -> None:
@@ -205,12 +258,21 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--kv-dtype", default="bfloat16")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
+    parser.add_argument("--writes", default="")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches = [int(b) for b in args.batches.split(",")]
-    shapes = [Shape(b, c, args.page, args.kv_dtype) for b in batches for c in CONTEXTS]
-    wanted = [(shape, v) for shape in shapes for v in variants(shape, args.sweep)]
-    sources = list(dict.fromkeys(w.kernel for _, v in wanted for w in v.works if isinstance(w, LaunchSpec)))
+    contexts = [int(c) for c in args.contexts.split(",")]
+    shapes = [Shape(b, c, args.page, args.kv_dtype) for b in batches for c in contexts]
+    writes = {
+        (int(n), shifted): write_of(call_of(args.page, args.kv_dtype, shifted=shifted))
+        for n in filter(None, args.writes.split(","))
+        for shifted in (False, True)
+    }
+    wanted = [(shape, v) for shape in shapes for v in variants(shape, args.sweep) if not writes]
+    works = [*(v.works for _, v in wanted), *writes.values()]
+    sources = list(dict.fromkeys(w.kernel for of in works for w in of if isinstance(w, LaunchSpec)))
     print(f"{len(wanted)} variants, {len(sources)} kernels", flush=True)
     # Forked before anything here has a thread or a context.
     with ProcessPoolExecutor(cores()) as pool:
@@ -218,6 +280,8 @@ def main() -> None:
     cubins = {source: cubin for source, cubin in found.items() if cubin is not None}
     print(f"{len(cubins)} compiled", flush=True)
     bench = Bench(cubins)
+    if writes:
+        return time_writes(bench, writes, args.kv_dtype)
     bench.overlap = True  # as in a decode step
     places = Places(bench)
     rows: list[dict[str, Any]] = []
@@ -235,7 +299,7 @@ def main() -> None:
         for r in [r for r in mine if r["what"] != "sweep"] + swept:
             tiles = " ".join(f"{k}={v}" for k, v in r.items() if k in TILES)
             print(
-                f"{r['batch']:>4} x {r['context']:<5}{r['what']:<9}{r['us']:>9.2f} us"
+                f"{r['batch']:>4} x {r['context']:<5}{r['what']:<18}{r['us']:>9.2f} us"
                 f" {r['floor'] / r['us']:>5.0%}  {tiles}",
                 flush=True,
             )
