@@ -11,6 +11,8 @@ import torch
 
 from pelton.builder import check
 from pelton.builder.build import build
+from pelton.builder.clock import Clock
+from pelton.builder.compile import compile_model
 from pelton.builder.evaluation import eager_config
 from pelton.builder.kv_calibration import see
 from pelton.builder.quantized_view import draft
@@ -61,6 +63,23 @@ def test_an_engine_with_codes_in_its_cache(asked: str, tmp_path: Path) -> None:
             logits.append(stepper.step({0: [3], 1: [2]}))
     for sequence in (0, 1):
         assert relative_error(logits[0][sequence], logits[1][sequence]) < 0.05
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_89", "sm_90"])
+@pytest.mark.parametrize("asked", KINDS)
+def test_keys_of_fp8_are_stored_less_a_vector_on_every_target(asked: str, target: str) -> None:
+    shape = TINY_LLAMA | {"hidden_size": 256, "num_key_value_heads": 4}
+    dtype = None if target == "cpu" else "bfloat16"
+    wanted = BuildConfig(target=target, dtype=dtype, kv_dtype=asked, timing=False)
+    plan = compile_model(RandomCheckpoint(shape), wanted, Clock(lambda *_: None), may_measure=False).plan
+    writers = [call for call in plan.instructions if "kv_write" in call.op or "rope_paged" in call.op]
+    assert len(writers) == shape["num_hidden_layers"]
+    for layer, call in enumerate(writers):
+        names = {plan.operands[i].name for i in call.inputs if i >= 0}
+        found = {f"k_shift.{layer}", f"k_queries.{layer}"} & names
+        assert len(found) == (2 if asked == "fp8" else 0)
+        if target == "sm_90":
+            assert all("hopper8" in choice.tactic for choice in call.tactics)
 
 
 def test_an_unknown_type_is_refused(tmp_path: Path) -> None:

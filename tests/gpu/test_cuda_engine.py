@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pelton.builder.attended_keys import AttendedKeys
 from pelton.builder.build import build
+from pelton.engine.artifact import open_engine
 from pelton.engine.batch import InputBatch
 from pelton.engine.batch_sampling import PendingStep, SamplingInputs
 from pelton.engine.config import BuildConfig
@@ -19,7 +21,7 @@ from pelton.runtime.request import RequestUpdate, SamplingParams
 from pelton.runtime.validation import resolve_requests
 from tests.builder.random_checkpoint import RandomCheckpoint
 from tests.e2e.stepper import Stepper, relative_error
-from tests.gpu.conftest import CONFIG
+from tests.gpu.conftest import CONFIG, WIDE
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +57,26 @@ def test_caches_of_8_bits_give_the_reference_s_logits(kv_dtype: str, tmp_path: P
             got, want = a.step(new), b.step(new)
             for s in new:
                 assert relative_error(got[s], want[s]) < 5e-2
+
+
+def test_keys_are_stored_less_the_same_vector_in_steps_of_any_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One far from all keys: one kernel that did not take it would move logits by 15 % and more."""
+    means = AttendedKeys.means
+    monkeypatch.setattr(AttendedKeys, "means", lambda seen: {k: v + 1 for k, v in means(seen).items()})
+    path = tmp_path / "codes.engine"
+    config = BuildConfig(target="cuda", dtype="bfloat16", max_batch_size=40, kv_dtype="fp8")
+    build(RandomCheckpoint(WIDE, quant="bfloat16"), config, output=path, check=False)
+    assert open_engine(path).weights["k_shift.0"].view(np.float32).mean() > 0.5
+    with Session(path, kv_blocks=400) as gpu, Session(path, kv_blocks=400, runner="reference") as reference:
+        a, b = Stepper(gpu), Stepper(reference)
+        for new in (prompts(5), {0: [3], 2: [4], 3: [5]}, {0: [6], 1: [7, 8, 9], 4: [1]}, {2: [11]}):
+            got, want = a.step(new), b.step(new)
+            for s in new:
+                error = relative_error(got[s], want[s])
+                print(f"{error:.4f}")
+                assert error < 8e-2
 
 
 def without_graphs(session: Session) -> None:

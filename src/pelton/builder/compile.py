@@ -146,7 +146,7 @@ def compile_model(
     kv_scales, seen = checkpoint_scales(checkpoint, model, config.kv_dtype), None
     key_rounding: Rounding = {}
     # Of int8, whose errors are as large at 0, a first key far from the rest costs more than is gained.
-    by_queries = config.kv_dtype == "float8_e4m3fn" and not on_gpu
+    by_queries = config.kv_dtype == "float8_e4m3fn"
     if kv_scales is not None:
         notes.append("scales of KV caches are the checkpoint's")
     elif config.kv_dtype in KV_CODES and may_measure:

@@ -147,7 +147,7 @@ class SeenKV:
 def see(checkpoint: Checkpoint, model: nn.CausalLM, build: BuildConfig, *, rounding: bool = True) -> SeenKV:
     """The keys and values that the exact model makes of some text; streams it once.
 
-    ``rounding=False``: for a target whose kernels round keys as they are.
+    ``rounding=False``: for caches that hold keys as they are.
     """
     # The exact model takes steps of any size.
     build = msgspec.structs.replace(build, max_num_tokens=TOKENS, profiles=None)
