@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from pelton.dtypes import BLOCK_TYPES, GGUF_BLOCK_TYPES, NATIVE_BLOCK_TYPES
-from pelton.ir.block_encoder import quantize
+from pelton.dtypes import BLOCK_TYPES, GGUF_BLOCK_TYPES
+from pelton.ir.block_encoder import ENCODED, quantize
 from pelton.ir.blocks import dequantize
 from pelton.ir.tensors import HostTensor, bf16_to_f32, f32_to_bf16
 from pelton.quant.repack import EQUAL, repack
-
-GGUF_NATIVE = [quant for quant in NATIVE_BLOCK_TYPES if quant in GGUF_BLOCK_TYPES]
 
 #: Byte offsets of the float16 fields of each block: random bytes there could be NaN or infinity.
 HALF_FIELDS = {
@@ -74,10 +72,11 @@ def test_dense_values_dequantise_to_themselves(dtype: str) -> None:
 
 #: Largest error of a value in units of its block's range / codes; K types share rounded 6- or 8-bit
 #: scales between sub-blocks, which costs up to one more part of the range.
-STEPS = {"q4_0": 1 / 8, "q4_1": 1 / 30, "q5_0": 1 / 16, "q8_0": 1 / 254, "q4_k": 1 / 15, "q6_k": 1 / 32}
+STEPS = {"q4_0": 1 / 8, "q4_1": 1 / 30, "q5_0": 1 / 16, "q5_1": 1 / 62, "q8_0": 1 / 254, "q2_k": 1 / 3}
+STEPS |= {"q3_k": 1 / 4, "q4_k": 1 / 15, "q5_k": 1 / 31, "q6_k": 1 / 32}
 
 
-@pytest.mark.parametrize("quant", GGUF_NATIVE)
+@pytest.mark.parametrize("quant", ENCODED)
 @pytest.mark.parametrize("scale", [2e-2, 1.0, 300.0])
 def test_quantised_values_are_within_a_step(quant: str, scale: float) -> None:
     x = np.random.default_rng(1).standard_normal((6, 512)).astype(np.float32) * np.float32(scale)
@@ -88,7 +87,7 @@ def test_quantised_values_are_within_a_step(quant: str, scale: float) -> None:
         dequantize(tensor).reshape(-1, BLOCK_TYPES[quant].block_size),
     )
     spread = blocks[0].max(axis=1) - blocks[0].min(axis=1)
-    if quant in ("q4_0", "q5_0", "q8_0", "q6_k"):
+    if quant in ("q4_0", "q5_0", "q8_0", "q3_k", "q6_k"):
         spread = np.abs(blocks[0]).max(axis=1)
     error = np.abs(blocks[0] - blocks[1]).max(axis=1)
     assert (error <= spread * STEPS[quant] * 1.02).all()
@@ -103,7 +102,7 @@ def test_quantise_agrees_with_ggmls_encoder_on_error(quant: str) -> None:
     assert np.square(ours - x).sum() <= np.square(theirs - x).sum() * 1.001
 
 
-@pytest.mark.parametrize("quant", GGUF_NATIVE)
+@pytest.mark.parametrize("quant", ENCODED)
 def test_zeros_and_constants_quantise(quant: str) -> None:
     np.testing.assert_array_equal(dequantize(quantize(np.zeros((2, 256), np.float32), quant)), 0)
     for value in (1.0, -1.0):
@@ -111,7 +110,7 @@ def test_zeros_and_constants_quantise(quant: str) -> None:
         np.testing.assert_allclose(dequantize(quantize(x, quant)), x, rtol=2e-2)
 
 
-@pytest.mark.parametrize("quant", GGUF_NATIVE)
+@pytest.mark.parametrize("quant", ENCODED)
 def test_quantising_dequantised_values_again_changes_nothing_much(quant: str) -> None:
     x = np.random.default_rng(3).standard_normal((4, 256)).astype(np.float32)
     once = dequantize(quantize(x, quant))
@@ -122,7 +121,7 @@ def test_quantising_dequantised_values_again_changes_nothing_much(quant: str) ->
 def test_repack_leaves_dense_tensors_and_its_own_type_alone() -> None:
     dense = HostTensor("float32", (2, 4), np.ones((2, 4), np.float32))
     assert repack(dense, "q8_0") == (dense, "")
-    for quant in GGUF_NATIVE:
+    for quant in ENCODED:
         tensor = random_blocks(quant, 2, 1)
         packed, note = repack(tensor, quant)
         assert packed is tensor

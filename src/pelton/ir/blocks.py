@@ -121,10 +121,16 @@ def fifth_bits(qh: Array) -> Array:
     return np.unpackbits(qh, axis=-1, bitorder="little")
 
 
-def _bit_planes(packed: Array) -> Array:
+def bit_planes(packed: Array) -> Array:
     """(..., 32) -> (..., 8, 32) of 0 or 1: bit j belongs to sub-block j."""
     planes: Array = packed[..., None, :] >> _PLANES & 1
     return planes
+
+
+def pack_bit_planes(planes: Array) -> Array:
+    """Inverse of ``bit_planes``."""
+    packed: Array = np.bitwise_or.reduce(planes << _PLANES, axis=-2)
+    return packed
 
 
 def two_bits(packed: Array) -> Array:
@@ -158,11 +164,18 @@ def pack_q4_k_scales(scales: Array, mins: Array) -> Array:
     return np.concatenate([a, b, c], axis=-1)
 
 
-def _q3_k_scales(packed: Array) -> Array:
+def q3_k_scales(packed: Array) -> Array:
     """(..., 12) -> (..., 16) int8: low nibbles in the first 8 bytes, upper two bits in the other 4."""
     high = (packed[..., None, 8:] >> _TWO_BITS & 3).reshape(*packed.shape[:-1], 16)
     scales: Array = (nibbles(packed[..., :8]) | high << 4).astype(np.int8) - np.int8(32)
     return scales
+
+
+def pack_q3_k_scales(scales: Array) -> Array:
+    """Inverse of ``q3_k_scales``."""
+    codes = (scales + np.int8(32)).view(np.uint8)
+    high = (codes >> 4).reshape(*codes.shape[:-1], 4, 4) << _TWO_BITS
+    return np.concatenate([pack_nibbles(codes & 15), np.bitwise_or.reduce(high, axis=-2)], axis=-1)
 
 
 def q4_k_values(qs: Array) -> Array:
@@ -229,8 +242,8 @@ def _q2_k(b: Array) -> Any:  # 16 sub-blocks of 16; scale and minimum are a byte
 
 
 def _q3_k(b: Array) -> Any:  # 16 sub-blocks of 16; a clear third bit subtracts 4
-    q = two_bits(b["qs"]).astype(np.int8) - ((_bit_planes(b["qh"]) ^ 1).astype(np.int8) << 2)
-    return (_scale(b) * _q3_k_scales(b["scales"]))[..., None] * q.reshape(*b.shape, 16, 16)
+    q = two_bits(b["qs"]).astype(np.int8) - ((bit_planes(b["qh"]) ^ 1).astype(np.int8) << 2)
+    return (_scale(b) * q3_k_scales(b["scales"]))[..., None] * q.reshape(*b.shape, 16, 16)
 
 
 def _q4_k(b: Array) -> Any:
@@ -238,7 +251,7 @@ def _q4_k(b: Array) -> Any:
 
 
 def _q5_k(b: Array) -> Any:
-    return _scales_and_mins(b, q4_k_values(b["qs"]) | _bit_planes(b["qh"]) << 4)
+    return _scales_and_mins(b, q4_k_values(b["qs"]) | bit_planes(b["qh"]) << 4)
 
 
 def _scales_and_mins(b: Array, q: Array) -> Any:  # 8 sub-blocks of 32

@@ -8,7 +8,13 @@ from typing import Literal
 
 import msgspec
 
-from pelton.dtypes import BLOCK_TYPES, GGUF_BLOCK_TYPES, GROUP_BLOCK_TYPES, GROUP_SIZES
+from pelton.dtypes import (
+    BLOCK_TYPES,
+    GGUF_BLOCK_TYPES,
+    GROUP_BLOCK_TYPES,
+    GROUP_SIZES,
+    NATIVE_BLOCK_TYPES,
+)
 from pelton.errors import ConfigError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.block_encoder import ENCODED
@@ -178,8 +184,8 @@ class QuantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
 
-#: What weights may become: GGUF's types by its plain rounding, the others by everything below.
-WEIGHT_TYPES = (*GROUP_BLOCK_TYPES, *ENCODED)
+#: What weights may become: GGUF's that CPUs have kernels for by plain rounding, others by everything below.
+WEIGHT_TYPES = (*GROUP_BLOCK_TYPES, *(quant for quant in ENCODED if quant in NATIVE_BLOCK_TYPES))
 
 #: GGUF types of 256 values -> types of 32 for other widths, as llama.cpp chooses.
 _WITHOUT_SUPER_BLOCKS = {"q4_k": "q5_0", "q6_k": "q8_0"}
