@@ -30,7 +30,7 @@ from h200_kernels import BANDWIDTH, SHAPES, Bench, Variant, compile_or_none, ope
 
 from pelton.dtypes import BLOCK_TYPES
 from pelton.engine.resources import cores
-from pelton.ir import group_encoder
+from pelton.ir.block_encoder import quantize
 from pelton.ir.tensors import f32_to_bf16
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work
 from pelton.kernels.layouts import LAYOUTS
@@ -209,7 +209,7 @@ def weight_bytes(quant: str, n: int, k: int) -> np.ndarray[Any, Any]:
     part = np.random.default_rng(0).standard_normal((64, k), dtype=np.float32) * np.float32(0.02)
     if quant == "bfloat16":
         return np.tile(f32_to_bf16(part), (n // 64, 1)).view(np.uint8)
-    panels = LAYOUTS["mma16"].pack(group_encoder.encode(part, quant))
+    panels = LAYOUTS["mma16"].pack(quantize(part, quant))
     return np.tile(panels.reshape(-1), n // 64)
 
 

@@ -108,8 +108,12 @@ NATIVE_BLOCK_TYPES = (
     "int8_row",
 )
 
-#: Block types that the GPU's kernels read; others are stored dequantised in the build's ``dtype``.
-GPU_BLOCK_TYPES = tuple(GROUP_BLOCK_TYPES)
+#: Block types that the GPU's kernels read: kept bit for bit in its engines. GGUF's others, q4_0 and q8_0, are
+#: stored as integer groups that are equal.
+GPU_BLOCK_TYPES = (
+    *GROUP_BLOCK_TYPES,
+    *("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+)
 
 #: Block types that kernels of some device read.
 PACKED_TYPES = tuple(dict.fromkeys(NATIVE_BLOCK_TYPES + GPU_BLOCK_TYPES))

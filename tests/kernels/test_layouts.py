@@ -167,6 +167,41 @@ def test_mma16_places_codes_where_lanes_need_them(quant: str) -> None:
         assert codes[row, col] == (byte if eight else byte >> 4 * (col % 64 // 32) & 15)
 
 
+@pytest.mark.parametrize(("quant", "extra"), [("q5_k", 1), ("q6_k", 2)])
+def test_mma16_puts_upper_bits_and_integer_scales_where_lanes_need_them(quant: str, extra: int) -> None:
+    """Of half n the words 2 s + c; the scales of a row's four groups in a word."""
+    tensor = random_tensor(quant, (16, 512))
+    b = blocks.blocks_view(tensor.data, quant)
+    if quant == "q6_k":
+        codes = blocks.q6_k_values(b["ql"], b["qh"]).reshape(16, 512)
+    else:
+        codes = (blocks.q4_k_values(b["qs"]) | blocks.bit_planes(b["qh"]) << 4).reshape(16, 512)
+    panel, width = LAYOUTS["mma16"].pack(tensor), 512 + 128 * extra
+    for row, col in ((0, 0), (9, 13), (15, 511), (6, 70), (5, 97)):
+        g, h, n, c32 = row % 8, row // 8, col % 64 // 32, col % 32
+        s, c, q, e = c32 // 16, c32 % 16 // 8, c32 % 8 // 2, c32 % 2
+        block = panel[col // 64 * width :][:width]
+        low = block[16 * (4 * g + q) + 8 * s + 4 * c + 2 * h + e] >> 4 * n & 15
+        word = block[512 + 4 * extra * (4 * g + q) :][: 4 * extra]
+        bits = (
+            word[2 * h + e] >> 4 * n + 2 * s + c & 1
+            if extra == 1
+            else word[4 * n + 2 * h + e] >> 4 * s + 2 * c & 3
+        )
+        assert codes[row, col] == low | bits << 4
+    areas = panel[8 * width :].reshape(4, -1)
+    for row, half in ((3, 0), (14, 3)):
+        if quant == "q6_k":
+            assert areas[half, 2 * row : 2 * row + 2].view("<u2") == b["d"][row, half // 2]
+            at, want = 32 + 64 + 4 * row, b["scales"][row, half // 2, half % 2 * 8 + 4 :][:4].view(np.uint8)
+        else:
+            at, want = (
+                64 + 64 + 4 * row,
+                blocks.q4_k_scales(b["scales"])[1][row, half // 2, half % 2 * 4 :][:4],
+            )
+        assert np.array_equal(areas[half, at : at + 4], want)
+
+
 def test_mma16_puts_a_groups_scales_and_zero_points_together() -> None:
     tensor = random_tensor("int4_g64", (16, 192))
     _, d, z = group_blocks.codes(tensor)
@@ -215,6 +250,6 @@ def test_rows8_is_joined_of_pieces_of_any_length(quant: str, cols: int, lengths:
 
 @pytest.mark.parametrize("layout", ["mma16", "rows8"])
 def test_layouts_of_gpus_refuse_what_they_do_not_hold(layout: str) -> None:
-    for tensor in (random_tensor("q4_1", (16, 32)), HostTensor("float32", (4,), np.zeros(4, np.float32))):
+    for tensor in (random_tensor("q4_0", (16, 32)), HostTensor("float32", (4,), np.zeros(4, np.float32))):
         with pytest.raises(ConfigError, match=layout):
             LAYOUTS[layout].pack(tensor)

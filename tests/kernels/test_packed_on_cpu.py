@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from tests.kernels.cuda_on_cpu import library
 
-from pelton.ir import group_blocks, group_encoder
+from pelton.ir.block_encoder import quantize
+from pelton.ir.blocks import dequantize
 from pelton.ir.tensors import bf16_to_f32, f32_to_bf16
 from pelton.kernels.launch import CallSpec, OperandSpec
 from pelton.kernels.layouts import LAYOUTS
@@ -62,6 +63,16 @@ def aligned(values: Any) -> Any:
         ("fp8_row", 64, 512, NORM, 8, tiles(8, 2, 2, 1, 1, 2)),
         ("fp8_g128", 64, 512, NORM_GATED, 8, tiles(8, 2, 1, 1, 4)),
         ("fp4_g64", 64, 512, GATED, 7, tiles(8, 2, 1, 1, 2)),
+        ("q4_1", 64, 512, NORM, 7, tiles(8, 4, 1, 2, 1)),
+        ("q5_0", 64, 512, GATED, 1, tiles(1, 2, 1, 2, 1)),
+        ("q5_1", 64, 512, Form(), 2, tiles(2, 2, 2, 1, 2)),
+        ("q2_k", 64, 512, Form(), 1, tiles(1, 2, 1, 1, 1)),
+        ("q3_k", 64, 512, ADD, 8, tiles(8, 2, 1, 2, 2)),
+        ("q4_k", 256, 768, NORM_GATED, 1, tiles(1, 3, 1, 1, 1, 1, 40 << 10)),
+        ("q4_k", 160, 1024, NORM, 16, tiles(16, 2, 2, 1, 2, 2)),
+        ("q5_k", 64, 512, NORM_GATED, 5, tiles(8, 2, 1, 2, 2)),
+        ("q6_k", 192, 512, NORM, 1, tiles(1, 4, 1, 3, 1, 2, 60 << 10)),
+        ("q6_k", 64, 512, GATED, 13, tiles(16, 2, 1, 1, 2)),
     ],
 )
 # A bias for even numbers of tokens; for odd ones where all is asked for.
@@ -82,7 +93,7 @@ def test_products_are_what_the_weight_says(
     assert error_of(quant, n, k, form, tokens, how, bias, 1.0, tmp_path) < 5e-3
 
 
-@pytest.mark.parametrize("quant", ["int4_g128", "int8_row", "fp8_row", "fp4_g64"])
+@pytest.mark.parametrize("quant", ["int4_g128", "int8_row", "fp8_row", "fp4_g64", "q4_k", "q6_k"])
 @pytest.mark.parametrize("size", [2.0**60, 2.0**-40])
 def test_inputs_may_be_as_large_and_small_as_networks_have_them(
     quant: str, size: float, tmp_path: Path
@@ -104,7 +115,7 @@ def error_of(
 ) -> float:
     """Of the kernel's results, relative, with inputs some ``size`` large."""
     rng, rows = np.random.default_rng(0), 2 * n if form.gated else n
-    weight = group_encoder.encode(rng.standard_normal((rows, k), dtype=np.float32) + 0.2, quant)
+    weight = quantize(rng.standard_normal((rows, k), dtype=np.float32) + np.float32(0.2), quant)
     x = f32_to_bf16((rng.standard_normal((tokens, k), dtype=np.float32) + 0.3) * np.float32(size))
     gains = rng.random(k, dtype=np.float32) + 0.5
     offsets = rng.standard_normal(rows, dtype=np.float32) * 10
@@ -144,7 +155,7 @@ def error_of(
     wide = bf16_to_f32(x).astype(np.float64)
     if form.norm is not None:
         wide = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * gains
-    y = wide @ group_blocks.decode(weight.data.view(np.uint8), quant).reshape(rows, k).T.astype(np.float64)
+    y = wide @ dequantize(weight).T.astype(np.float64)
     if bias:
         y += offsets
     if form.gated:

@@ -27,7 +27,8 @@ def call(quant: str, n: int, k: int, *, norm: bool = False, gated: bool = False)
 
 
 @pytest.mark.parametrize(
-    "quant", ["int4_g128", "int4_g32", "int8_g64", "int8_row", "fp8_row", "fp8_g128", "fp4_g64"]
+    "quant",
+    ["int4_g128", "int4_g32", "int8_g64", "int8_row", "fp8_row", "fp8_g128", "fp4_g64", "q4_k", "q6_k"],
 )
 def test_sources_for_sm_90_compile(quant: str) -> None:
     if not nvrtc.available():
@@ -51,7 +52,7 @@ def test_sources_for_sm_90_compile(quant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "quant", ["int4_g128", "int8_g64", "int8_row", "fp8_g128", "nf4_g64", "nvfp4", "mxfp4"]
+    "quant", ["int4_g128", "int8_g64", "int8_row", "fp8_g128", "nf4_g64", "nvfp4", "mxfp4", "q4_k", "q6_k"]
 )
 def test_asynchronous_products_of_many_tokens_stay_so(quant: str) -> None:
     """The assembler waits for each where registers are written to that it cannot prove to have been read."""
@@ -94,7 +95,7 @@ def test_every_program_has_work(quant: str, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("quant", ["int4_g128", "int8_g32", "fp4_g64"])
+@pytest.mark.parametrize("quant", ["int4_g128", "int8_g32", "fp4_g64", "q6_k"])
 @pytest.mark.parametrize(("n", "k"), [(48, 128), (576, 1536), (2304, 9216), (14336, 4096), (8192, 28672)])
 def test_every_block_of_few_tokens_has_work_and_room(n: int, k: int, quant: str, gated: bool) -> None:
     form = Form(gated=gated, norm=3)

@@ -12,7 +12,8 @@ import pytest
 from tests.kernels.cuda_on_cpu import library
 from tests.kernels.test_packed_on_cpu import aligned
 
-from pelton.ir import group_blocks, group_encoder
+from pelton.ir.block_encoder import quantize
+from pelton.ir.blocks import dequantize
 from pelton.ir.tensors import bf16_to_f32, f32_to_bf16
 from pelton.kernels.launch import CallSpec, LaunchSpec, OperandSpec
 from pelton.kernels.layouts import LAYOUTS
@@ -73,13 +74,23 @@ class TensorMap(C.Structure):
         ("nvfp4", 80, 256, GATED, 20, WideTiles(32, 2, 1, 1, 8, steps=4), False),
         ("mxfp4", 64, 384, Form(), 20, WideTiles(32, 1, 2, 1, 4), False),
         ("int8_row", 48, 256, GATED, 20, WideTiles(32, 2, 1, 1, 4), False),
+        ("q4_1", 64, 384, Form(), 20, WideTiles(32, 1, 2, 1, 4), True),
+        ("q5_0", 80, 256, GATED, 20, WideTiles(32, 2, 1, 1, 8, steps=4), False),
+        ("q5_1", 64, 384, ADD, 33, WideTiles(64, 1, 2, 1, 4), False),
+        ("q2_k", 64, 512, Form(), 20, WideTiles(32, 1, 2, 1, 4), False),
+        ("q3_k", 48, 256, GATED, 20, WideTiles(32, 2, 1, 1, 8), False),
+        ("q4_k", 80, 768, ADD, 17, WideTiles(32, 1, 4, 2, 4), True),
+        ("q4_k", 240, 256, GATED, 250, WideTiles(256, 2, 1, 1, 6, half_strip=True), False),
+        ("q5_k", 112, 256, GATED, 40, WideTiles(64, 2, 1, 1, 7), False),
+        ("q6_k", 64, 768, ADD, 60, WideTiles(64, 1, 4, 2, 4), True),
+        ("q4_k", 64, 512, Form(), 140, WideTiles(256, 1, 2, 2, 4, steps=1), False),
     ],
 )
 def test_products_are_what_the_weight_says(
     quant: str, n: int, k: int, form: Form, tokens: int, tiles: WideTiles, bias: bool, tmp_path: Path
 ) -> None:
     rng, rows = np.random.default_rng(0), 2 * n if form.gated else n
-    weight = group_encoder.encode(rng.standard_normal((rows, k), dtype=np.float32) + 0.2, quant)
+    weight = quantize(rng.standard_normal((rows, k), dtype=np.float32) + np.float32(0.2), quant)
     x = f32_to_bf16(rng.standard_normal((tokens, k), dtype=np.float32) + 0.3)
     offsets = rng.standard_normal(rows, dtype=np.float32) * 10
     residual = f32_to_bf16(rng.standard_normal((tokens, n), dtype=np.float32) * 10)
@@ -118,8 +129,7 @@ def test_products_are_what_the_weight_says(
         "threads wait for ever, or copies for nobody"
     )
 
-    decoded = group_blocks.decode(weight.data.view(np.uint8), quant).reshape(rows, k)
-    y = bf16_to_f32(x).astype(np.float64) @ decoded.T.astype(np.float64)
+    y = bf16_to_f32(x).astype(np.float64) @ dequantize(weight).T.astype(np.float64)
     if bias:
         y += offsets
     if form.gated:

@@ -13,7 +13,7 @@ import msgspec
 
 from pelton.builder.profiles import apply_limits, resolve_profiles
 from pelton.builder.target import device_of, resolve_target, sm_of
-from pelton.dtypes import GPU_BLOCK_TYPES, KV_CODES, is_dense
+from pelton.dtypes import KV_CODES, is_dense
 from pelton.engine.config import BuildConfig
 from pelton.engine.cuda.placement import check_gpu_memory_fraction
 from pelton.engine.resources import cores
@@ -23,7 +23,6 @@ from pelton.kernels.cpu_levels import ANY, INCLUDES
 from pelton.kernels.linear.packed import X_CODES
 from pelton.kernels.tactic import FP8_SM
 from pelton.passes import PASSES, Mode
-from pelton.quant.repack import EQUAL
 
 MAX_SEQ_LEN = 8192
 #: By kind of device: sequences and tokens in a step.
@@ -182,13 +181,6 @@ def _resolve_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[s
 
 def _resolve_gpu_types(values: dict[str, Any], facts: CheckpointFacts, notes: list[str]) -> None:
     """On a GPU the network computes in the type of its matrices, and caches in it."""
-    unread = sorted(
-        q for q in facts.matrix_elements if not is_dense(q) and EQUAL.get(q, q) not in GPU_BLOCK_TYPES
-    )
-    if unread:
-        notes.append(
-            f"weights of {', '.join(unread)} are stored as {values['dtype']}: no GPU kernel reads them"
-        )
     _resolve_gpu_activations(values, facts, notes)
     if values["kv_dtype"] is None:
         values["kv_dtype"] = values["dtype"]

@@ -48,7 +48,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         b = torch.randn(n, generator=g) if n % 2 else None
         r = torch.randn(tokens, n, generator=g)
         yield Sample(args=(x, w, b, r), name=f"{tokens}x{n}x{k}", quant={1: "float32"})
-    for quant in ("int4_g128", "fp8_row"):
+    for quant in ("int4_g128", "fp8_row", "q4_k", "q6_k"):
         x, r = torch.randn(5, 256, generator=g), torch.randn(5, 48, generator=g)
         w = torch.randn(48, 256, generator=g) / 16
         yield Sample(args=(x, w, torch.randn(48, generator=g), r), name=f"{quant} 5x48x256", quant={1: quant})

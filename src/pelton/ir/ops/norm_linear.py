@@ -45,7 +45,7 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
         b = torch.randn(n, generator=g) if n % 2 else None
         norm = torch.rand(k, generator=g) + 0.5
         yield Sample(args=(x, w, b, norm, 1e-5), name=f"{tokens}x{n}x{k}", quant={1: "float32"})
-    for quant in ("int4_g128", "fp8_row", "fp8_g128"):
+    for quant in ("int4_g128", "fp8_row", "fp8_g128", "q4_k", "q6_k"):
         x, norm = torch.randn(5, 256, generator=g) * 3, torch.rand(256, generator=g) + 0.5
         w = torch.randn(48, 256, generator=g) / 16
         yield Sample(args=(x, w, None, norm, 1e-5), name=f"{quant} 5x48x256", quant={1: quant})

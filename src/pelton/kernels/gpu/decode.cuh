@@ -1,7 +1,8 @@
 // What kernels read of a weight in the layout mma16 (gpu_layouts.py). Constants: INNER columns; CODE (u4 0, e4m3 1,
-// s8 2, u8 3, e2m1 4, nf4 5); GROUP (columns of a scale; 0: the row), HALF_SCALES (float16 instead of float32),
-// BYTE_SCALES (instead: e4m3 1, with a float32 of the row; e8m0 2), ZERO (zero points); GATED (0: no; else the
-// activation: silu 1, gelu 2, gelu_tanh 3, relu 4).
+// s8 2, u8 3, e2m1 4, nf4 5, u5 6, u6 7); GROUP (columns of a scale; 0: the row), HALF_SCALES (float16 instead of
+// float32), BYTE_SCALES (instead: e4m3 1, with a float32 of the row; e8m0 2), SUPER_SCALES (instead: integers, times a
+// float16 of 128 columns), ZERO (zero points), OFFSET (an offset a group), MIDDLE (what codes are more than they mean);
+// GATED (0: no; else the activation: silu 1, gelu 2, gelu_tanh 3, relu 4).
 #pragma once
 #include "activation.cuh"
 
@@ -15,12 +16,22 @@ typedef unsigned short u16;
 #ifndef BYTE_SCALES
 #define BYTE_SCALES 0
 #endif
+#ifndef SUPER_SCALES
+#define SUPER_SCALES 0
+#define OFFSET 0
+#define MIDDLE 0
+#endif
 
 constexpr bool EIGHT = CODE == 1 || CODE == 2 || CODE == 3;
-constexpr int CODE_BYTES = INNER / (EIGHT ? 32 : 64) * 512;
-constexpr int SCALE_BYTES = BYTE_SCALES ? 1 : HALF_SCALES ? 2 : 4, AREA = 16 * (SCALE_BYTES + ZERO);
+constexpr int UPPER = CODE == 6 ? 1 : CODE == 7 ? 2 : 0;  // bits of a code above 4, words of a lane for a block's
+constexpr int BLOCK_BYTES = 512 + 128 * UPPER;
+constexpr int CODE_BYTES = INNER / (EIGHT ? 32 : 64) * BLOCK_BYTES;
+// A group's scales and what goes with them; of SUPER_SCALES 128 columns' (gpu_gguf.py).
+constexpr int SCALE_BYTES = BYTE_SCALES ? 1 : HALF_SCALES ? 2 : 4, PAIR = 1 + OFFSET;
+constexpr int AREA = SUPER_SCALES ? 16 * PAIR * (2 + 128 / (GROUP > 0 ? GROUP : 1)) : 16 * (SCALE_BYTES * PAIR + ZERO);
+constexpr int AREA_COLUMNS = SUPER_SCALES ? 128 : GROUP;
 constexpr int AREAS_AT = CODE_BYTES + (BYTE_SCALES == 1 ? 64 : 0);
-constexpr long long PANEL_BYTES = AREAS_AT + (GROUP > 0 ? (long long)(INNER / (GROUP > 0 ? GROUP : 1)) * AREA : 64);
+constexpr long long PANEL_BYTES = AREAS_AT + (GROUP > 0 ? (long long)(INNER / (GROUP > 0 ? AREA_COLUMNS : 1)) * AREA : 64);
 
 DEVICE float low_half(u32 w) { return __uint_as_float(w << 16); }
 DEVICE float high_half(u32 w) { return __uint_as_float(w & 0xffff0000u); }
@@ -51,11 +62,20 @@ DEVICE void decode_small(u32 word, u32 nibble, u32& a, u32& b) {
     }
 }
 
+// Codes of up to 6 bits in a word's nibbles, the index-th word of a lane's four, one a byte. `upper`: their block's.
+DEVICE u32 bytes_of(u32 word, u32 nibble, const u32 (&upper)[2], int index) {
+    const u32 q = (nibble ? word >> 4 : word) & 0x0f0f0f0f;
+    if (!UPPER) return q;
+    const int to = UPPER == 1 ? 4 - 4 * int(nibble) - index : 4 - 2 * index;
+    const u32 w = upper[UPPER == 2 ? nibble : 0];
+    return q | ((to >= 0 ? w << max(to, 0) : w >> max(-to, 0)) & (UPPER == 1 ? 0x10101010 : 0x30303030));
+}
+
 // A word of codes: columns 2q and 2q + 1 of row g, then of row g + 8, as pairs of bfloat16. `less`: the zero point
-// of each row, as `less_of` gives it.
-DEVICE void decode(u32 word, u32 nibble, const u32 (&less)[2], u32& a, u32& b) {
-    if (CODE == 0) {  // 0x4300 | q is 128 + q
-        const u32 q = (nibble ? word >> 4 : word) & 0x0f0f0f0f;
+// of each row, as `less_of` gives it; `upper` and `index` as in `bytes_of`.
+DEVICE void decode(u32 word, u32 nibble, const u32 (&less)[2], u32& a, u32& b, const u32 (&upper)[2] = {0, 0}, int index = 0) {
+    if (CODE == 0 || UPPER) {  // 0x4300 | q is 128 + q
+        const u32 q = bytes_of(word, nibble, upper, index);
         a = fma2(__byte_perm(q, 0x43434343, 0x4140), ONE, less[0]);
         b = fma2(__byte_perm(q, 0x43434343, 0x4342), ONE, less[1]);
     } else if (CODE == 1) {  // 2^120 makes up for the biases of the exponents
@@ -137,7 +157,7 @@ DEVICE float scale_of(u32 stored) {
 
 // What is added to decoded codes for a zero point: a pair of bfloat16.
 DEVICE u32 less_of(u32 zero) {
-    if (!ZERO) return 0;
+    if (!ZERO && !MIDDLE) return 0;
     if (CODE == 3) {
         const float z = 128.0f - float(zero);
         return pack_bf16(z, z);

@@ -22,6 +22,7 @@
 #include "hopper.cuh"
 #include "decode.cuh"
 #include "shared.cuh"
+#include "group_scales.cuh"
 
 constexpr int UNIT = 128, ROW_BYTES = 128;
 constexpr int HALVES = GATED ? 2 : 1, PANELS = RESULTS / 16, GROUPS = ROW_GROUPS * SPLITS, THREADS = GROUPS * 128;
@@ -29,7 +30,7 @@ constexpr int STRIP = 4 / HALVES;                   // panels of results of a wa
 constexpr int ROUND = ROW_GROUPS * STRIP;           // panels of results of a round
 constexpr int ROUNDS = (EACH + HALF_STRIP * STRIP + ROUND - 1) / ROUND, UNITS = INNER / UNIT;
 constexpr int VALUES = TOKENS / 2;                  // of a thread in a tile
-constexpr int LOADS = EIGHT ? 4 : 2;                // of 16 bytes of codes in a unit
+constexpr int LOADS = EIGHT ? 4 : 2;                // of 16 bytes of a lane's codes in a unit, upper bits apart
 constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0;
 constexpr int WORDS = SCALES > 2 ? SCALES / 2 : 1;  // of a lane for a unit's scales: 16 rows of two groups each
 // Codes that are decoded to less than they are: their scales make up for it, sums for what scales have no room for.
@@ -37,7 +38,7 @@ constexpr bool SMALL = !SUMS && GROUP > 0 && (CODE == 1 || CODE == 4);
 constexpr float SCALED = !SMALL ? 1.0f : BYTE_SCALES == 1 ? 0x1p117f : CODE == 1 ? 0x1p56f : 0x1p62f;
 constexpr float SUMMED = !SMALL ? 1.0f : SMALL_INVERSE / SCALED;
 constexpr bool SHORT = BYTE_SCALES > 0;             // scales that bfloat16 holds
-constexpr u32 UNIT_CODES = LOADS * 512, UNIT_AREA = SCALES * AREA;
+constexpr u32 UNIT_CODES = LOADS * BLOCK_BYTES, UNIT_AREA = SUPER_SCALES ? AREA : SCALES * AREA;
 constexpr bool WHOLE = SPLITS == 1 && CLUSTER == 1;  // sums: they have a place of their own
 constexpr u32 X_BYTES = TOKENS * ROW_BYTES;
 constexpr u32 SLOT = UNIT_CODES + UNIT_AREA;        // of a warp, for a unit

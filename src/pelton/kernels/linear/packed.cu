@@ -12,9 +12,9 @@
 // Codes are not converted: as the low bits of bfloat16 they are subnormal numbers, the code times 2^-133 (e4m3 and
 // e2m1, moved to bfloat16's exponent: times 2^-120 and 2^-126), which tensor cores multiply as any other. x, which a
 // block has in shared memory, is multiplied by 2^64 so that float32 holds the products; of codes in high nibbles,
-// which stay where they are, by 2^60. What that leaves, no network passes: from |x| = 2^63 on even a norm's sum of
-// squares is infinite, and what is below 2^-57 is lost as it would be beside 2^-33. The zero point's part is the sum
-// of x over the group.
+// which stay where they are, by 2^60 (of 5 and 6 bits they are moved). What that leaves, no network passes: from |x| = 2^63 on even a norm's sum of
+// squares is infinite, and what is below 2^-57 is lost as it would be beside 2^-33. The part of a zero point or an
+// offset is the sum of x over the group.
 //
 // Constants: RESULTS results of INNER columns; TOKENS at most (rows of x; up to 16); SPLITS, PARTS, BATCH (16 rows,
 // gated: of each half); GROUPS; FINISHERS; STAGES; CLUSTER; WORKERS (clusters); NORM (x passes an RMS norm first); BIAS, RESIDUAL
@@ -22,19 +22,21 @@
 #include "decode.cuh"
 #include "hopper.cuh"
 #include "shared.cuh"
+#include "group_scales.cuh"
 
 constexpr int UNIT = 128, UNITS = INNER / UNIT, OWN = UNITS / CLUSTER;
 constexpr int PLACES = SPLITS / GROUPS, STEPS = (OWN + PLACES - 1) / PLACES;  // units of a stage, stages of a batch
 constexpr int WARPS = SPLITS * PARTS, THREADS = WARPS * 32, TILES = (TOKENS + 7) / 8;
 constexpr int HALVES = GATED ? 2 : 1, EACH = PARTS * BATCH, PANELS = RESULTS / 16, ROWS16 = BATCH * HALVES;
 constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0, SETS = GROUP > 0 ? SCALES : 1;  // of a unit
-constexpr bool SHIFTED = ZERO || CODE == 2;  // signed bytes are taken as 128 more
+constexpr bool SHIFTED = ZERO || MIDDLE || CODE == 2;  // signed bytes are taken as 128 more
+constexpr bool X_SUMS = SHIFTED || OFFSET;  // x's sums over groups have a part
 // Of the next weight every block fetches so many times 16 rows into L2, of each so many bytes at most.
 constexpr int AHEAD = 2, AHEAD_BYTES = 40 << 10;
 // While a ring is filled so many bytes are on their way: enough for the memory, and x is not behind all of the ring.
 constexpr u32 MOST_ASKED = 40 << 10;
 // Bytes of a unit; of what lies in shared memory, and where.
-constexpr u32 CODES = EIGHT ? 2048 : 1024, AREAS = SCALES * AREA;
+constexpr u32 CODES = (EIGHT ? 4 : 2) * BLOCK_BYTES, AREAS = SUPER_SCALES ? AREA : SCALES * AREA;
 constexpr int COPIERS = AREAS ? 2 : 1;  // warps of which one thread copies
 constexpr u32 STAGE_BYTES = EACH * HALVES * PLACES * (CODES + AREAS);
 constexpr int ASKED = (MOST_ASKED + STAGE_BYTES - 1) / STAGE_BYTES, WINDOW = ASKED < 2 ? 2 : ASKED;
@@ -42,7 +44,7 @@ constexpr u32 X_STRIDE = OWN * UNIT * 2 + 16, TILE_BYTES = 128 * 4, TOKEN_BYTES 
 constexpr int SLOTS = ((PANELS + WORKERS - 1) / WORKERS + CLUSTER - 1) / CLUSTER;  // panels that a block joins
 constexpr u32 X_AT = STAGES * STAGE_BYTES;
 constexpr u32 X_SUMS_AT = X_AT + TOKENS * X_STRIDE;
-constexpr u32 X_SQUARES_AT = X_SUMS_AT + (SHIFTED ? OWN * SETS * TOKEN_BYTES : 0);
+constexpr u32 X_SQUARES_AT = X_SUMS_AT + (X_SUMS ? OWN * SETS * TOKEN_BYTES : 0);
 constexpr u32 SQUARES_AT = X_SQUARES_AT + (NORM ? OWN * TOKEN_BYTES : 0);
 constexpr u32 SUMS_AT = SQUARES_AT + CLUSTER * TOKEN_BYTES;
 constexpr u32 SUMS_BYTES = SPLITS * EACH * HALVES * TILES * TILE_BYTES;  // of a batch

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pelton.dtypes import GPU_BLOCK_TYPES, GROUP_BLOCK_TYPES, ITEMSIZE
+from pelton.dtypes import GGUF_BLOCK_TYPES, GPU_BLOCK_TYPES, ITEMSIZE
 from pelton.kernels.gated_activation.cuda import KINDS
 from pelton.kernels.gpu_layouts import PANEL, panel_bytes
+from pelton.kernels.gpu_types import GPU_TYPES
 from pelton.kernels.launch import (
     Builder,
     CallSpec,
@@ -35,22 +36,37 @@ UNPACK = "pelton.kernels.linear.triton_unpack"
 #: Types whose codes are multiplied with codes of the input: which those are.
 X_CODES = {"int8_row": "int8", "fp8_row": "fp8", "fp8_g128": "fp8"}
 LAYOUT = "mma16"
+#: By the constant CODE of CUDA C++.
+CODES = ("u4", "e4m3", "s8", "u8", "e2m1", "nf4", "u5", "u6")
 
-_CODE = {"nf4_g64": "nf4", "fp4_g64": "e2m1", "nvfp4": "e2m1", "mxfp4": "e2m1"}
-_CODE |= {"int8_row": "s8", "fp8_row": "e4m3", "fp8_g128": "e4m3"}
-_SCALE = {"nvfp4": "e4m3", "mxfp4": "e8m0"}
+#: Triton's names for GGUF's scales, by the type's and whether there are offsets (``triton_gguf.py``).
+_GGUF_SCALES = {
+    ("float16", False): "d",
+    ("float16", True): "dm",
+    ("int8", False): "k",
+    ("int8", True): "km",
+}
 
 
 def type_constants(quant: str) -> dict[str, int | str | bool]:
-    """What the kernels must know of a block type."""
-    block = GROUP_BLOCK_TYPES[quant]
-    integer = quant not in _CODE
-    eight = quant.startswith("int8")
+    """What Triton's kernels must know of a block type."""
+    kind = GPU_TYPES[quant]
+    scale = _GGUF_SCALES[kind.scale, kind.offset] if quant in GGUF_BLOCK_TYPES else kind.scale
+    return {"CODE": kind.code, "SCALE": scale, "GROUP": kind.group, "ZERO": kind.zero}
+
+
+def code_constants(quant: str) -> dict[str, int]:
+    """What ``gpu/decode.cuh`` must know of a block type."""
+    kind = GPU_TYPES[quant]
     return {
-        "CODE": _CODE.get(quant, "u8" if eight else "u4"),
-        "SCALE": _SCALE.get(quant, "float16" if integer and not eight else "float32"),
-        "GROUP": 0 if block.block_size == 1 else block.block_size,
-        "ZERO": integer,
+        "CODE": CODES.index(kind.code),
+        "GROUP": kind.group,
+        "HALF_SCALES": int(kind.scale == "float16"),
+        "BYTE_SCALES": ("e4m3", "e8m0").index(kind.scale) + 1 if kind.scale in ("e4m3", "e8m0") else 0,
+        "SUPER_SCALES": int(kind.super_scales),
+        "ZERO": int(kind.zero),
+        "OFFSET": int(kind.offset),
+        "MIDDLE": kind.middle,
     }
 
 

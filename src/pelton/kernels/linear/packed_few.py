@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from pelton.dtypes import GPU_BLOCK_TYPES
 from pelton.kernels.gated_activation.cuda import KINDS
-from pelton.kernels.gpu_layouts import PANEL
+from pelton.kernels.gpu_layouts import PANEL, code_bytes
+from pelton.kernels.gpu_types import GPU_TYPES
 from pelton.kernels.launch import CallSpec, CudaBuilder, LaunchSpec, Term, Work
-from pelton.kernels.linear.packed import LAYOUT, type_constants
+from pelton.kernels.linear.packed import LAYOUT, code_constants
 from pelton.kernels.linear.products import Form, Product
 from pelton.kernels.linear.tiles import PROCESSORS
 from pelton.kernels.tactic import NodeSpec, Tactic, no_codes
@@ -18,10 +19,8 @@ from pelton.kernels.tactic import NodeSpec, Tactic, no_codes
 FILE = "linear/packed.cu"
 #: Columns that a warp takes at a time.
 UNIT = 128
-#: Values of the constants GATED and CODE.
+#: Values of the constant GATED.
 _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
-_EIGHT = ("e4m3", "s8", "u8")
-_CODES = {"u4": 0, "e4m3": 1, "s8": 2, "u8": 3, "e2m1": 4}
 #: Largest numbers of tokens that have a kernel.
 FEW_STEPS = (1, 4, 8, 16)
 #: Bytes of shared memory of a block: no two fit into a multiprocessor, as ``hopper.py`` says.
@@ -99,15 +98,15 @@ def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles |
 def clusters_and_stages(form: Form, n: int, k: int, quant: str, tiles: FewTiles) -> tuple[int, int]:
     """Clusters of blocks, of which all but the last have as many panels; stages of their rings: as many as
     fit, or as there is work for, none where not one fits."""
-    halves, kind = 2 if form.gated else 1, type_constants(quant)
-    panels, own, group = n // PANEL, k // UNIT // tiles.cluster, int(kind["GROUP"])
+    halves, kind = 2 if form.gated else 1, GPU_TYPES[quant]
+    panels, own = n // PANEL, k // UNIT // tiles.cluster
     each = -(-panels // _CLUSTERS[tiles.cluster])
-    sets = UNIT // group if group else 1
-    area = PANEL * ((2 if kind["SCALE"] == "float16" else 4) + int(kind["ZERO"])) if group else 0
-    codes = 2048 if kind["CODE"] in _EIGHT else 1024
+    sets = UNIT // kind.group if kind.group else 1
+    areas = UNIT // kind.area_columns * kind.area_bytes if kind.group else 0
+    codes = code_bytes(quant, UNIT)
     rows16 = tiles.parts * tiles.batch * halves
     places = tiles.splits // tiles.groups
-    stage = rows16 * places * (codes + sets * area)
+    stage = rows16 * places * (codes + areas)
     token_tiles = -(-tiles.tokens // 8)
     # x, its sums by group and of squares; sums of splits, of the cluster.
     besides = tiles.tokens * (own * UNIT * 2 + 16)
@@ -118,18 +117,6 @@ def clusters_and_stages(form: Form, n: int, k: int, quant: str, tiles: FewTiles)
     turns = -(-each // (tiles.parts * tiles.batch)) * -(-own // places)
     stages = min(_MOST_STAGES, turns, (tiles.shared - besides - 16 * (_MOST_STAGES + 3)) // stage)
     return -(-panels // each), max(0, stages // tiles.groups * tiles.groups)
-
-
-def code_constants(quant: str, activation: str) -> dict[str, int]:
-    """What ``gpu/decode.cuh`` must know."""
-    kind = type_constants(quant)
-    return {
-        "CODE": _CODES[str(kind["CODE"])],
-        "GROUP": int(kind["GROUP"]),
-        "HALF_SCALES": int(kind["SCALE"] == "float16"),
-        "ZERO": int(kind["ZERO"]),
-        "GATED": _ACTIVATIONS[activation],
-    }
 
 
 def few(form: Form, call: CallSpec, tiles: FewTiles) -> LaunchSpec:
@@ -144,7 +131,7 @@ def few(form: Form, call: CallSpec, tiles: FewTiles) -> LaunchSpec:
     clusters, stages = clusters_and_stages(form, p.n, p.k, p.weight.quant, tiles)
     assert stages, f"{tiles} does not fit"
     finishers = 1 if tiles.tokens == 1 else 2
-    copiers = 2 if type_constants(p.weight.quant)["GROUP"] else 1
+    copiers = 2 if GPU_TYPES[p.weight.quant].group else 1
     return b.launch(
         (Term(times=clusters * tiles.cluster),),
         constants={
@@ -164,7 +151,8 @@ def few(form: Form, call: CallSpec, tiles: FewTiles) -> LaunchSpec:
             "RESIDUAL": int(form.residual is not None),
             "X_ROW": p.x.strides[0],
             "R_ROW": 0 if form.residual is None else call.input(form.residual).strides[0],
-            **code_constants(p.weight.quant, p.kind),
+            "GATED": _ACTIVATIONS[p.kind],
+            **code_constants(p.weight.quant),
         },
         threads=32 * (tiles.splits * tiles.parts + copiers + finishers),
         shared=tiles.shared,
@@ -180,7 +168,7 @@ def supports_few(form: Form, node: NodeSpec) -> bool:
     assert weight is not None
     if weight.quant not in GPU_BLOCK_TYPES or not no_codes(node):
         return False
-    kind = type_constants(weight.quant)
+    kind = GPU_TYPES[weight.quant]
     vectors = [node.inputs[i] for i in (2, form.norm) if i is not None]
     plain = all(t is None or (t.quant or t.dtype) == "float32" for t in vectors)
     rows = [x] + ([] if form.residual is None else [node.inputs[form.residual]])
@@ -188,8 +176,8 @@ def supports_few(form: Form, node: NodeSpec) -> bool:
     return (
         plain
         and all(t is not None and t.dtype == "bfloat16" for t in rows)
-        and kind["CODE"] in _CODES
-        and kind["SCALE"] in ("float16", "float32")
+        and kind.code != "nf4"
+        and kind.scale in ("float16", "float32", "int8")
         and int(weight.shape[0]) % (PANEL * halves) == 0
         and int(weight.shape[1]) % UNIT == 0
         and (not form.gated or node.attrs["kind"] in KINDS)

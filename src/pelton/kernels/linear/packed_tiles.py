@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pelton.dtypes import GROUP_BLOCK_TYPES
+from pelton.dtypes import GGUF_BLOCK_TYPES, GROUP_BLOCK_TYPES
 from pelton.kernels.gpu_layouts import PANEL, block_columns
 from pelton.kernels.linear.tiles import PROCESSORS
 
@@ -28,8 +28,8 @@ class PackedTiles:
 
 def unit_columns(quant: str, wanted: int = 0) -> int:
     """Columns that the kernels multiply at a time: whole groups and blocks of codes, no group of 32 or more
-    twice; ``wanted`` of them where a type has no such groups."""
-    size = GROUP_BLOCK_TYPES[quant].block_size
+    twice; ``wanted`` of them where a type has no such groups, or its weights are scaled."""
+    size = 1 if quant in GGUF_BLOCK_TYPES else GROUP_BLOCK_TYPES[quant].block_size
     return max(size, block_columns(quant), wanted if size < 32 else 0)
 
 

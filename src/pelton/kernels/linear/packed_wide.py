@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from pelton.dtypes import GPU_BLOCK_TYPES
-from pelton.ir.group_blocks import group_of
+from pelton.dtypes import BLOCK_TYPES, GPU_BLOCK_TYPES
 from pelton.kernels.gated_activation.cuda import KINDS
 from pelton.kernels.gpu_layouts import PANEL, panel_bytes
+from pelton.kernels.gpu_types import GPU_TYPES
 from pelton.kernels.launch import CallSpec, CudaBuilder, TensorMap, Term, Work, rows
-from pelton.kernels.linear.packed import LAYOUT, type_constants
+from pelton.kernels.linear.packed import LAYOUT, code_constants
 from pelton.kernels.linear.products import Form, Product, normed_workspace
 from pelton.kernels.linear.tiles import PROCESSORS
 from pelton.kernels.tactic import NodeSpec, Tactic, no_codes
@@ -18,8 +18,7 @@ from pelton.kernels.tactic import NodeSpec, Tactic, no_codes
 FILE = "linear/hopper_wide.cu"
 #: Columns of a unit.
 UNIT = 128
-#: Values of the constants CODE and GATED.
-CODES = {"u4": 0, "e4m3": 1, "s8": 2, "u8": 3, "e2m1": 4, "nf4": 5}
+#: Values of the constant GATED.
 ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 #: Largest numbers of tokens that have a kernel.
 WIDE_STEPS = (32, 64, 128, 256)
@@ -75,7 +74,7 @@ def wide_tiles(n: int, tokens: int, gated: bool, quant: str) -> WideTiles:
         if of_all is not None and layout_of(of_all, quant).depth >= _LEAST_DEPTH:
             return of_all
     tile = next((t for t in (32, 64) if tokens <= t), _MOST_TOKENS)
-    sums = tile <= 64 and group_of(quant) == UNIT
+    sums = tile <= 64 and GPU_TYPES[quant].group == UNIT
     times = -(-tokens // tile)
     if strips * times >= 3 * PROCESSORS:
         share = -(-strips // (PROCESSORS // times))
@@ -122,7 +121,7 @@ class _Layout:
 def layout_of(tiles: WideTiles, quant: str) -> _Layout:
     """Codes have the shared memory that x leaves; parts of sums lie where both were."""
     groups, stage = tiles.row_groups * tiles.splits, _ROW_BYTES * tiles.tokens
-    slots = 4 * groups * (panel_bytes(quant, UNIT) - (64 if group_of(quant) == 0 or quant == "nvfp4" else 0))
+    slots = 4 * groups * (panel_bytes(quant, UNIT) - PANEL * BLOCK_TYPES[quant].header)
     free = _SHARED - _BESIDES
     whole, parts = groups * stage, 0
     if tiles.splits * tiles.cluster > 1:
@@ -180,7 +179,8 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
                 "BIAS": int(bias),
                 "RESIDUAL": int(form.residual is not None),
                 "R_ROW": 0 if form.residual is None else call.input(form.residual).strides[0],
-                **constants_of(p.weight.quant, p.kind),
+                "GATED": ACTIVATIONS[p.kind],
+                **code_constants(p.weight.quant),
             },
             threads=128 * groups + (128 if uneven else 32),
             shared=layout.shared,
@@ -188,19 +188,6 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
             dependent=True,
         ),
     )
-
-
-def constants_of(quant: str, activation: str) -> dict[str, int]:
-    """What the kernel must know of the type of the weight."""
-    kind = type_constants(quant)
-    return {
-        "CODE": CODES[str(kind["CODE"])],
-        "GROUP": int(kind["GROUP"]),
-        "HALF_SCALES": int(kind["SCALE"] == "float16"),
-        "BYTE_SCALES": ("e4m3", "e8m0").index(kind["SCALE"]) + 1 if kind["SCALE"] in ("e4m3", "e8m0") else 0,
-        "ZERO": int(kind["ZERO"]),
-        "GATED": ACTIVATIONS[activation],
-    }
 
 
 def supports_wide(form: Form, node: NodeSpec) -> bool:

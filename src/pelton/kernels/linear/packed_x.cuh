@@ -66,7 +66,7 @@ DEVICE void prepare_one(const Block& block, const u16* x, const float* norm) {
         } else {
             w[j] = scaled(w[j], is_high(i));
         }
-        if (SHIFTED) {
+        if (X_SUMS) {
             widen(v, w[j]);
 #pragma unroll
             for (int e = 0; e < 8; ++e) sum += v[e];
@@ -74,13 +74,13 @@ DEVICE void prepare_one(const Block& block, const u16* x, const float* norm) {
         }
 #pragma unroll
         for (int lanes = 1; lanes < 16; lanes *= 2) {
-            if (SHIFTED && lanes * SETS < 16) sum += __shfl_xor_sync(~0u, sum, lanes);
+            if (X_SUMS && lanes * SETS < 16) sum += __shfl_xor_sync(~0u, sum, lanes);
             if (NORM) square += __shfl_xor_sync(~0u, square, lanes);
         }
         if (i >= CHUNKS) continue;
         put_uint4(block.base + X_AT + i * 16, w[j]);
         // Two factors: float32 has no 2^-133 but a subnormal one.
-        if (SHIFTED && i * SETS % 16 == 0)
+        if (X_SUMS && i * SETS % 16 == 0)
             put(block.base + X_SUMS_AT + i * SETS / 16 * TOKEN_BYTES, sum * 0x1p-64f * (1.0f / BACK));
         if (NORM && i % 16 == 0) put(block.base + X_SQUARES_AT + i / 16 * TOKEN_BYTES, square);
     }
@@ -160,12 +160,12 @@ DEVICE void prepare(const Block& block, const u16* x, const float* norm, int tok
                 put_uint4(at, scaled(w, is_high(chunk)));
             }
         }
-        if (!SHIFTED) continue;
+        if (!X_SUMS) continue;
         __syncwarp();
         float d[2][TILES][4] = {};
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
-            constexpr int SPAN = GROUP > 0 ? GROUP / 32 : 4;  // quarters of a scale
+            constexpr int SPAN = GROUP == 16 ? 1 : GROUP > 0 ? GROUP / 32 : 4;  // quarters of a scale, or of two
             const u32 one = CODE == 0 && quarter % 2 == 1 ? 0x00100010 : 0x00010001, a[4] = {one, one, one, one};
 #pragma unroll
             for (int t = 0; t < TILES; ++t) {
@@ -174,8 +174,17 @@ DEVICE void prepare(const Block& block, const u16* x, const float* norm, int tok
                 product(d[0][t], a, b[0], b[1]);
                 product(d[1][t], a, b[2], b[3]);
                 if (quarter % SPAN != SPAN - 1) continue;
-                const u32 at = block.base + X_SUMS_AT + (u * SETS + quarter / SPAN) * TOKEN_BYTES + t * 32 + q * 8;
-                if (g == 0) put(at, d[0][t][0] + d[1][t][0]), put(at + 4, d[0][t][1] + d[1][t][1]);
+                const u32 at = block.base + X_SUMS_AT + u * SETS * TOKEN_BYTES + t * 32 + q * 8;
+                if (g == 0 && GROUP == 16) {
+#pragma unroll
+                    for (int step = 0; step < 2; ++step) {
+                        const u32 of_step = at + (2 * quarter + step) * TOKEN_BYTES;
+                        put(of_step, d[step][t][0]), put(of_step + 4, d[step][t][1]);
+                    }
+                } else if (g == 0) {
+                    const u32 of_group = at + quarter / SPAN * TOKEN_BYTES;
+                    put(of_group, d[0][t][0] + d[1][t][0]), put(of_group + 4, d[0][t][1] + d[1][t][1]);
+                }
 #pragma unroll
                 for (int e = 0; e < 4; ++e) d[0][t][e] = d[1][t][e] = 0.0f;
             }

@@ -2,7 +2,8 @@
 
 A tile of codes is loaded as the lanes of a warp need it, decoded where it lands, and multiplied from there:
 weights never pass through shared memory as numbers. Rows of the weight are the tensor core's M operand. A
-group's sum is scaled at its end; of NVFP4, whose groups are a product's 16 columns, the weights are scaled.
+group's sum is scaled at its end; of NVFP4, whose groups are a product's 16 columns, and of GGUF's types the
+weights are scaled.
 """
 
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 
 from pelton.kernels.gpu.triton_dependent import gdc_launch_dependents, gdc_wait, prefetch
 from pelton.kernels.linear.triton_decode import decode4, decode8, less_zero
+from pelton.kernels.linear.triton_gguf import gguf_halves
 from pelton.kernels.linear.triton_stream import finish
 
 
@@ -87,24 +89,11 @@ def _less_zeros(
 
 
 @triton.jit
-def decoded(
-    panels,
-    start,
-    K: tl.constexpr,
-    UNIT: tl.constexpr,
-    MASK: tl.constexpr,
-    P: tl.constexpr,
-    CODE: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    T: tl.constexpr,
-):
-    """Columns ``start`` to ``start + UNIT`` of ``panels`` (P addresses) as ``T``, without the scales of rows
-    and of groups of 32 and more.
-
-    8-bit codes: the columns, twice; others: (16 P, UNIT / 2) of the first and of the second 32 of each 64.
-    """
+def _codes(
+    panels, start, K: tl.constexpr, UNIT: tl.constexpr, MASK: tl.constexpr, P: tl.constexpr,
+    CODE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """As ``decoded``, of all but GGUF's types."""
     EIGHT: tl.constexpr = CODE == "u8" or CODE == "s8" or CODE == "e4m3"
     COLS: tl.constexpr = 32 if EIGHT else 64
     KB: tl.constexpr = UNIT // COLS
@@ -142,6 +131,34 @@ def decoded(
 
 
 @triton.jit
+def decoded(
+    panels,
+    start,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    MASK: tl.constexpr,
+    P: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Columns ``start`` to ``start + UNIT`` of ``panels`` (P addresses) as ``T``, without the scales of rows
+    and of groups of 32 and more, but of GGUF's types.
+
+    8-bit codes: the columns, twice; others: (16 P, UNIT / 2) of the first and of the second 32 of each 64.
+    """
+    GGUF: tl.constexpr = SCALE == "d" or SCALE == "dm" or SCALE == "k" or SCALE == "km"
+    if GGUF:
+        KB: tl.constexpr = UNIT // 64
+        low, high = gguf_halves(panels, start // 64, (K + 63) // 64, MASK, P, KB, CODE, SCALE, GROUP, T)
+        return tile_of(low, P, KB), tile_of(high, P, KB)
+    else:
+        return _codes(panels, start, K, UNIT, MASK, P, CODE, SCALE, GROUP, ZERO, T)
+
+
+@triton.jit
 def unit(
     acc,
     panels,
@@ -157,12 +174,13 @@ def unit(
     ZERO: tl.constexpr,
 ):
     """``acc`` (16 P, tokens) plus the product over columns ``start`` to ``start + UNIT``: one group or, of
-    4-bit codes with groups of 32, two; of row types and groups of 16 any number.
+    4-bit codes with groups of 32, two; of row types, groups of 16 and GGUF's types any number.
 
     ``panels``: (P) addresses of panels; ``x_rows``: (tokens) addresses of the tokens' rows.
     """
     T: tl.constexpr = x_rows.dtype.element_ty
     EIGHT: tl.constexpr = CODE == "u8" or CODE == "s8" or CODE == "e4m3"
+    GGUF: tl.constexpr = SCALE == "d" or SCALE == "dm" or SCALE == "k" or SCALE == "km"
     low, high = decoded(panels, start, K, UNIT, MASK, P, CODE, SCALE, GROUP, ZERO, T)
     if EIGHT:
         k = start + tl.arange(0, UNIT)
@@ -184,7 +202,7 @@ def unit(
         else:
             v = tl.load(x_rows[None, :] + k[:, None])
             u = tl.load(x_rows[None, :] + (k + 32)[:, None])
-        if GROUP == 16:
+        if GROUP == 16 or GGUF:
             acc = tl.dot(low, v, acc, input_precision="ieee")
             acc = tl.dot(high, u, acc, input_precision="ieee")
         else:
@@ -201,9 +219,17 @@ def unit(
 
 
 @triton.jit
-def scaled(acc, panels, K: tl.constexpr, P: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr):
+def scaled(
+    acc,
+    panels,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """``acc`` (16 P, tokens) times the rows' scales, where a type has them."""
-    if GROUP == 0 or GROUP == 16:
+    if GROUP == 0 or SCALE == "e4m3":
         COLS: tl.constexpr = 32 if CODE == "u8" or CODE == "s8" or CODE == "e4m3" else 64
         area = panels + (K + COLS - 1) // COLS * 512
         return acc * scales_of(area, "float32", P)[:, None]
@@ -289,8 +315,8 @@ def packed(
         if (step % k_tiles == k_tiles - 1) | (step == last - 1):
             begin = tile * k_tiles
             if whole or (first <= begin) & (last >= begin + k_tiles):
-                y = scaled(acc, panels, K, P, CODE, GROUP)
-                u = scaled(up, ups, K, P, CODE, GROUP) if KIND != "" else up
+                y = scaled(acc, panels, K, P, CODE, SCALE, GROUP)
+                u = scaled(up, ups, K, P, CODE, SCALE, GROUP) if KIND != "" else up
                 n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 finish(y, u, bias, residual, out, n, m, tokens, N, R_ROW, KIND)
             else:
@@ -325,7 +351,7 @@ def packed(
                             up += tl.load(part + BLOCK_N * BLOCK_M, cache_modifier=".cg")
                     panels = weight + tl.minimum(tile * P + p, PANELS - 1).to(tl.int64) * PANEL_BYTES
                     ups = panels + PANELS * PANEL_BYTES
-                    y = scaled(acc, panels, K, P, CODE, GROUP)
-                    u = scaled(up, ups, K, P, CODE, GROUP) if KIND != "" else up
+                    y = scaled(acc, panels, K, P, CODE, SCALE, GROUP)
+                    u = scaled(up, ups, K, P, CODE, SCALE, GROUP) if KIND != "" else up
                     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                     finish(y, u, bias, residual, out, n, m, tokens, N, R_ROW, KIND)

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from pelton.kernels.gpu.triton_dependent import gdc_launch_dependents, gdc_wait
 from pelton.kernels.linear.triton_decode import decode8, nibble
+from pelton.kernels.linear.triton_gguf import gguf_row
 from pelton.kernels.linear.triton_packed import decoded, group_area, load_scales, scales_of
 
 
@@ -31,8 +32,11 @@ def unpack(
     first = tl.program_id(1) * P
     start = tl.program_id(0) * UNIT
     panels = weight + tl.minimum(first + tl.arange(0, P), PANELS - 1).to(tl.int64) * PANEL_BYTES
+    GGUF: tl.constexpr = SCALE == "d" or SCALE == "dm" or SCALE == "k" or SCALE == "km"
     low, high = decoded(panels, start, K, UNIT, K % UNIT != 0, P, CODE, SCALE, GROUP, ZERO, T)
-    if GROUP == 0 or GROUP == 16:
+    if GGUF:
+        d = tl.full([P * 16], 1.0, tl.float32)  # they are scaled
+    elif GROUP == 0 or GROUP == 16:
         d = scales_of(panels + (K + COLS - 1) // COLS * 512, "float32", P)
     else:
         d = scales_of(group_area(panels, start, K, CODE, SCALE, GROUP, ZERO), SCALE, P)
@@ -47,7 +51,7 @@ def unpack(
         k = start + k // 32 * 64 + k % 32
         value = (low.to(tl.float32) * d[:, None]).to(T)
         tl.store(rows + k[None, :], value, mask=(n < N)[:, None] & (k < K)[None, :])
-        if GROUP == 32:
+        if GROUP == 32 and not GGUF:
             d = scales_of(group_area(panels, start + 32, K, CODE, SCALE, GROUP, ZERO), SCALE, P)
         k += 32
         value = (high.to(tl.float32) * d[:, None]).to(T)
@@ -110,30 +114,28 @@ def gather_packed(
     r = (row % 16).to(tl.int32)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < K
-    at = (
-        k // COLS * 512
-        + r % 8 * 64
-        + k % 8 // 2 * 16
-        + k % 32 // 16 * 8
-        + k % 16 // 8 * 4
-        + r // 8 * 2
-        + k % 2
-    )
-    byte = tl.load(panel + at, mask=inside, other=0)
-    column = tl.minimum(k, K - 1)
-    scales = panel + BLOCKS * 512
-    if EIGHT:
-        value = decode8(byte, CODE, tl.float32)
+    at = r % 8 * 64 + k % 8 // 2 * 16 + k % 32 // 16 * 8 + k % 16 // 8 * 4 + r // 8 * 2 + k % 2
+    GGUF: tl.constexpr = SCALE == "d" or SCALE == "dm" or SCALE == "k" or SCALE == "km"
+    if GGUF:
+        value = gguf_row(panel, r, k, at, inside, K, CODE, SCALE, GROUP)
     else:
-        value = nibble(tl.where(k % 64 < 32, byte & 15, byte >> 4), CODE, tl.float32)
-    if GROUP == 0:
-        value *= load_scales(scales, r, "float32")
-    elif GROUP == 16:
-        value *= load_scales(scales, r, "float32") * load_scales(scales + 64 + column // 16 * 16, r, SCALE)
-    else:
-        area = group_area(panel, column, K, CODE, SCALE, GROUP, ZERO)
-        if ZERO:
-            z = tl.load(area + (32 if SCALE == "float16" else 64) + r).to(tl.float32)
-            value -= z - 128 if CODE == "u8" else z
-        value *= load_scales(area, r, SCALE)
+        byte = tl.load(panel + k // COLS * 512 + at, mask=inside, other=0)
+        column = tl.minimum(k, K - 1)
+        scales = panel + BLOCKS * 512
+        if EIGHT:
+            value = decode8(byte, CODE, tl.float32)
+        else:
+            value = nibble(tl.where(k % 64 < 32, byte & 15, byte >> 4), CODE, tl.float32)
+        if GROUP == 0:
+            value *= load_scales(scales, r, "float32")
+        elif GROUP == 16:
+            value *= load_scales(scales, r, "float32") * load_scales(
+                scales + 64 + column // 16 * 16, r, SCALE
+            )
+        else:
+            area = group_area(panel, column, K, CODE, SCALE, GROUP, ZERO)
+            if ZERO:
+                z = tl.load(area + (32 if SCALE == "float16" else 64) + r).to(tl.float32)
+                value -= z - 128 if CODE == "u8" else z
+            value *= load_scales(area, r, SCALE)
     tl.store(out + token * K + k, value.to(out.dtype.element_ty), mask=inside)

@@ -100,7 +100,10 @@ struct Ahead {
         if (left > 0) {
             const u32 to = slots + slot * SLOT + 16 * lane;
 #pragma unroll
-            for (int i = 0; i < LOADS; ++i) copy_chunk(to + i * 512, codes + i * 512);
+            for (u32 at = 0; at < UNIT_CODES; at += 512) {
+                if (at + 512 <= UNIT_CODES) copy_chunk(to + at, codes + at);
+                else copy_chunk_if(at + 16 * lane < UNIT_CODES, to + at, codes + at);
+            }
             if (SCALES > 0) copy_chunk_if(lane < UNIT_AREA / 16, to + UNIT_CODES, area);
             codes += SPLITS * UNIT_CODES;
             area += SPLITS * UNIT_AREA;

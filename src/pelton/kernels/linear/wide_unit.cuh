@@ -20,10 +20,18 @@ DEVICE float (&sums_of(float (&d)[VALUES]))[VALUES >> HALVED] {
 // Whether codes become float32, which one operation scales.
 constexpr bool FLOATS = CODE == 3 && SCALES > 0 && !SUMS;
 
+// Of a group with an offset: the nearest integer zero point, as `less_of`, and what it leaves of the offset, at most half
+// a scale where zero points are as large as codes; two bfloat16.
+DEVICE u32 less_and_rest(const Scale& s) {
+    const float zero = fminf(fmaxf(rintf(__fdividef(-s.offset, s.scale)), -127.0f), 128.0f);
+    return pack_bf16(-128.0f - zero, fmaf(zero, s.scale, s.offset));
+}
+
 // Of a unit, loaded ahead: the first codes; of row lane % 16 the scale (two bfloat16 unless SUMS or FLOATS) and the zero
-// point.
+// point, or what stands for an offset.
 struct Loaded {
     uint4 codes;
+    u32 upper[2];
     u32 scales[WORDS], lesser[WORDS];
     Nf4 nf4;
 
@@ -32,15 +40,15 @@ struct Loaded {
         __syncwarp();
 #pragma unroll
         for (int w = 0; w < WORDS && SCALES > 0; ++w) {
-            const u32 area = slot + UNIT_CODES + (2 * w + (SCALES > 1 ? lane / 16 : 0)) * AREA;
-            const u32 at = area + SCALE_BYTES * (lane % 16);
-            const float scale = SCALED * scale_of(SHORT ? get_byte(at) : HALF_SCALES ? get_half(at) : __float_as_uint(get(at)));
-            const float top = rounded(scale);
-            const u32 zero = ZERO ? get_byte(area + 16 * SCALE_BYTES + lane % 16) : 0;
+            const int group = 2 * w + (SCALES > 1 ? lane / 16 : 0), row = lane % 16;
+            const Scale s = scale_at(slot + UNIT_CODES, group, row);
+            const float scale = SCALED * s.scale, top = rounded(scale);
+            const u32 zero = ZERO ? get_byte(slot + UNIT_CODES + group * AREA + 16 * SCALE_BYTES + row) : 0;
             scales[w] = SUMS || FLOATS ? __float_as_uint(scale) : pack_bf16(top, scale - top);
-            lesser[w] = FLOATS ? __float_as_uint(plus_of(zero, scale)) : less_of(zero);
+            lesser[w] = FLOATS ? __float_as_uint(plus_of(zero, scale)) : OFFSET ? less_and_rest(s) : less_of(zero);
         }
         codes = get_4(slot + lane * 16);
+        load_upper(upper, slot, lane);
     }
 };
 // Whether a unit is loaded in the one before: where that takes no registers that are needed.
@@ -65,7 +73,9 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
         ahead.copy();
     }
     uint4 codes = loaded.codes;
-    u32 less[2] = {0, 0}, high[2], low[2], a[2][STEPS][4], both[2][4][2];
+    u32 upper[2] = {loaded.upper[0], loaded.upper[1]};
+    u32 less[2] = {less_of(MIDDLE), less_of(MIDDLE)}, rest[2] = {MINUS_ZERO, MINUS_ZERO};
+    u32 high[2], low[2], a[2][STEPS][4], both[2][4][2];
     float next_scale[2], plus[2];
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
@@ -90,6 +100,11 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
                     low[r] = __byte_perm(scale, 0, 0x3232);
                     if (ZERO) less[r] = __shfl_sync(~0u, loaded.lesser[group / 2], from);
                     plus[r] = __uint_as_float(less[r]);
+                    if (OFFSET) {
+                        const u32 two = __shfl_sync(~0u, loaded.lesser[group / 2], from);
+                        less[r] = __byte_perm(two, 0, 0x1010);
+                        rest[r] = __byte_perm(two, 0, 0x3232);
+                    }
                 }
             }
             const u32 nibble = EIGHT ? 0 : step / 2 % 2;
@@ -109,14 +124,17 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
                 decode_small(first, nibble, w[0], w[1]);
                 decode_small(second, nibble, w[2], w[3]);
             } else {
-                decode(first, nibble, less, w[0], w[1]);
-                decode(second, nibble, less, w[2], w[3]);
+                decode(first, nibble, less, w[0], w[1], upper, step % 2 * 2);
+                decode(second, nibble, less, w[2], w[3], upper, step % 2 * 2 + 1);
             }
             if (SCALES > 0 && !SUMS && !FLOATS)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    w[i] = fma2(w[i], high[i % 2], SHORT ? MINUS_ZERO : fma2(w[i], low[i % 2], MINUS_ZERO));
-            if (step % (EIGHT ? 2 : 4) == (EIGHT ? 1 : 3) && step < 7) codes = get_4(slot + (load + 1) * 512 + lane * 16);
+                    w[i] = fma2(w[i], high[i % 2], SHORT ? MINUS_ZERO : fma2(w[i], low[i % 2], rest[i % 2]));
+            if (step % (EIGHT ? 2 : 4) == (EIGHT ? 1 : 3) && step < 7) {
+                codes = get_4(slot + (load + 1) * BLOCK_BYTES + lane * 16);
+                load_upper(upper, slot + (load + 1) * BLOCK_BYTES, lane);
+            }
         }
         if (SUMS && turn == 0) {
             product_wait<0>();
