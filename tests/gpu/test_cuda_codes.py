@@ -114,9 +114,9 @@ def attention_pairs(sm: int) -> Iterator[Pair]:
                 i: a for i, a in enumerate(plain) if isinstance(a, torch.Tensor) and a.dtype == torch.float32
             }
             args = tuple(bfloat16(a) if i in floats and i not in kept else a for i, a in enumerate(plain))
+            given = {"y_scale": 2.0**-8 if codes == "fp8" else 2.0**-6, "y_codes": codes}
             names = [a.name for a in get_op(op).torch_op._schema.arguments]
-            args += tuple(None for _ in names[len(args) : -2])
-            both = args, (*args, 2.0**-8 if codes == "fp8" else 2.0**-6, codes)
+            both = args, (*args, *(given.get(name) for name in names[len(args) :]))
             yield pair(op, both, f"{codes} {invariant} {len(lens)} {cache}", sm, codes, invariant, {}, decode)
 
 

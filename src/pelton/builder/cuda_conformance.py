@@ -19,7 +19,7 @@ import torch
 from pelton.builder.cubins import CodeWriter
 from pelton.engine.cuda.code import Code, Launch, Variants, Work
 from pelton.engine.cuda.launcher import Launcher
-from pelton.engine.plan import Instruction, Operand, Plan, TacticChoice
+from pelton.engine.plan import Buffer, Instruction, Operand, Plan, TacticChoice
 from pelton.errors import PeltonError
 from pelton.kernels.conformance import ConformanceError
 from pelton.kernels.conformance_cuda import Case, CaseCall, CaseResult, call_of, flat_copy, span
@@ -33,6 +33,8 @@ _CODE, _COMPILED, _FAILED = "code.json", "compiled", "failed.json"
 _ANY = 1 << 30
 #: Rows of logits are of no interest here.
 _VOCAB = 512
+#: Stands for the memory of every operand, of which a launcher is told where it is.
+_OPERAND = Buffer(name="operand", kind="input", dtype="uint8", shape=())
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -115,7 +117,7 @@ class DeviceRunner:
         )
         plan = Plan(
             dims={"T": _ANY, "B": _ANY, "N": _ANY},
-            buffers=(),
+            buffers=(_OPERAND,),
             operands=operands,
             instructions=(instruction,),
             logits=0,

@@ -239,7 +239,8 @@ def call_of(case: Case) -> CaseCall:
     expected = op.reference(*arguments)
     expected = () if expected is None else expected if isinstance(expected, tuple) else (expected,)
     tokens = next(t.shape[0] for t in tensors if t is not None)
-    dims = {"T": tokens, "B": tokens if case.decode else -1}
+    # Not all rows are wanted: in decode steps of all rows take_rows is not launched.
+    dims = {"T": tokens, "B": tokens if case.decode else -1, "N": -1}
 
     def spec(tensor: torch.Tensor, fixed: bool = False) -> OperandSpec:
         shape: list[int | str] = list(tensor.shape)
