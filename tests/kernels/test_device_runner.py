@@ -1,4 +1,4 @@
-"""What runs conformance cases on a GPU, on one that computes nothing: an engine's launcher takes every case."""
+"""What runs conformance cases on a GPU, on one that computes nothing: a launcher takes cases of each kind."""
 
 from __future__ import annotations
 
