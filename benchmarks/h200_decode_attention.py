@@ -56,7 +56,7 @@ def call_of(page: int, kv_dtype: str = "bfloat16", *, shifted: bool = False) -> 
     wide = [operand(KV_HEADS, n * DIM, dtype="float32") for n in (1, 2)]
     keys = (scale, scale, *(wide if shifted else (None, None)))
     return CallSpec(
-        inputs=(*heads, operand("T", DIM, dtype="float32"), cache, cache, *step, None, None, *keys),
+        inputs=(*heads, operand("T", DIM, dtype="float32"), cache, cache, *step, None, None, *keys, None),
         outputs=(operand("T", HEADS, DIM),),
         attrs={"eps": 0.0, "scale": DIM**-0.5, "window": 0, "softcap": 0.0},
     )
@@ -76,7 +76,7 @@ def separately(call: CallSpec, batch: int) -> tuple[Work, ...]:
         return describe(spec, batch)
 
     out = call.outputs[0]
-    first, second = _WRITE, (4, 5, 7, 8, 9, 12, 13)
+    first, second = _WRITE, (4, 5, 7, 8, 9, 12, 13, 16)
     write = CallSpec(inputs=tuple(call.inputs[i] for i in first), outputs=(out,), attrs=call.attrs)
     attend = CallSpec(inputs=(out, *(call.inputs[i] for i in second)), outputs=(out,), attrs=call.attrs)
     arguments = [[Argument("input", index=i) for i in indices] for indices in (first, second)]

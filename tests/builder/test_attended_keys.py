@@ -66,8 +66,9 @@ def test_scores_of_queries_that_lie_alike_err_less(dtype: torch.dtype) -> None:
     assert errors[1] < 0.6 * errors[0]
 
 
-def test_a_layer_that_caps_its_scores_has_none() -> None:
-    assert watched(softcap=5.0)[0].means() == {}
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"sinks": True}])
+def test_a_layer_whose_softmax_would_see_a_shift_has_none(options: dict[str, float]) -> None:
+    assert watched(**options)[0].means() == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

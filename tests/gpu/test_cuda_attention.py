@@ -51,20 +51,29 @@ def part(sample: Sample, parts: Sequence[tuple[int, int]], name: str, padding: i
 
 @pytest.mark.parametrize("name", TACTICS)
 @pytest.mark.parametrize(
-    ("dim", "window", "keys"),
+    ("dim", "window", "keys", "sinks"),
     [
-        (128, 100, KEYS),
-        (128, 0, MANY),
-        *(pytest.param(d, 0, n, marks=pytest.mark.slow) for d, n in ((64, KEYS), (64, MANY), (128, KEYS))),
+        (128, 100, KEYS, False),
+        (128, 0, MANY, True),
+        pytest.param(64, 0, KEYS, True, marks=pytest.mark.slow),
+        pytest.param(64, 0, MANY, False, marks=pytest.mark.slow),
+        pytest.param(128, 0, KEYS, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_token_has_the_same_bits_in_any_company(
-    name: str, dim: int, window: int, keys: int, tmp_path: Path
+    name: str, dim: int, window: int, keys: int, sinks: bool, tmp_path: Path
 ) -> None:
     tactic = all_tactics()[name]
     g = torch.Generator().manual_seed(0)
     made = make_sample(
-        g, lens=[(keys, keys)], heads=(8, 2), dim=dim, block_size=16, window=window, dtype=torch.bfloat16
+        g,
+        lens=[(keys, keys)],
+        heads=(8, 2),
+        dim=dim,
+        block_size=16,
+        window=window,
+        dtype=torch.bfloat16,
+        sinks=sinks,
     )
     sample = Sample(args=(made.args[0].bfloat16(), *made.args[1:]), name="whole")
     if tactic.sm not in (0, Device().sm) or not tactic.supports(node_spec(OP, sample)):

@@ -78,6 +78,7 @@ def _translated(source: CudaSource, run: str, header: str) -> str:
     parameters = re.sub(
         r"#if (\w+)\n(.*?)#endif\n", lambda m: m[2] if given[m[1]] else "", signature[1], flags=re.S
     )
+    parameters = parameters.replace("SINKS_PARAMETER", ", const float* sinks" if given.get("SINKS") else "")
     names = ", ".join(part.split()[-1].lstrip("*") for part in parameters.split(","))
     run = run.replace("SIGNATURE", parameters).replace("CALL", f"{name}({names})")
     return f'#include "{header}"\n{text}\n{run}'

@@ -132,7 +132,7 @@ def attention_cases(sample: Sample) -> Iterator[conformance.Case]:
 def test_a_sequence_alone_equals_the_sequence_in_a_batch(dtype: torch.dtype, team: native.Team) -> None:
     g = torch.Generator().manual_seed(1)
     lens = [(1, 700), (80, 150), (1, 3), (2, 400), (1, 129)]
-    sample = paged_attention.make_sample(g, lens=lens, heads=(6, 2), dim=64, block_size=16, dtype=dtype)
+    sample = paged_attention.make_sample(g, lens=lens, heads=(6, 2), block_size=16, dtype=dtype, sinks=True)
     q, k, v, table, cu, seq_lens, *rest = sample.args
     for case in attention_cases(sample):
         (together,), _, _ = conformance.run_native(case.op, case.tactic, sample, team, case.level)
@@ -174,6 +174,7 @@ def attention_shapes(draw: st.DrawFn) -> dict[str, object]:
         "window": draw(st.sampled_from([0, 0, 1, 7, 64, 100])),
         "softcap": draw(st.sampled_from([0.0, 0.0, 3.0])),
         "dtype": draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
+        "sinks": draw(st.booleans()),
     }
 
 

@@ -40,7 +40,7 @@ def call_of(
     turns = OperandSpec(dtype="float32", shape=("T", dim), strides=(dim, 1))
     norm = OperandSpec(dtype=weights, shape=(dim,), strides=(1,)) if weights else None
     return CallSpec(
-        inputs=(qkv[0], qkv[1], qkv[1], turns, cache, cache, slots, table, *step, norm, norm, *(None,) * 4),
+        inputs=(qkv[0], qkv[1], qkv[1], turns, cache, cache, slots, table, *step, norm, norm, *(None,) * 5),
         outputs=(OperandSpec(dtype=dtype, shape=("T", heads, dim), strides=(heads * dim, dim, 1)),),
         attrs={"eps": 1e-6, "scale": dim**-0.5, "window": window, "softcap": softcap},
     )
@@ -54,7 +54,13 @@ def with_caches(call: CallSpec, kv_dtype: str, *, shifted: bool = False) -> Call
     heads, dim = int(cache.shape[1]), int(cache.shape[3])
     wide = (OperandSpec(dtype="float32", shape=(heads, n * dim), strides=(n * dim, 1)) for n in (1, 2))
     rounding = tuple(wide) if shifted else (None, None)
-    return replace(call, inputs=(*call.inputs[:4], cache, cache, *call.inputs[6:12], *scales, *rounding))
+    inputs = *call.inputs[:4], cache, cache, *call.inputs[6:12], *scales, *rounding, call.inputs[16]
+    return replace(call, inputs=inputs)
+
+
+def with_sinks(call: CallSpec) -> CallSpec:
+    sinks = OperandSpec(dtype="float32", shape=call.input(0).shape[1:2], strides=(1,))
+    return replace(call, inputs=(*call.inputs[:16], sinks))
 
 
 def node_of(call: CallSpec) -> NodeSpec:
@@ -136,13 +142,21 @@ def test_keys_less_a_vector_are_left_to_triton_where_a_cache_holds_elements() ->
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "shifted"),
-    [("bfloat16", False), ("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)],
+    ("kv_dtype", "shifted", "sinks"),
+    [
+        ("bfloat16", False, False),
+        ("int8", False, False),
+        ("float8_e4m3fn", False, False),
+        ("float8_e4m3fn", True, False),
+        ("bfloat16", False, True),
+    ],
 )
-def test_writes_and_attention_compile_with_and_without_scales(kv_dtype: str, shifted: bool) -> None:
+def test_writes_and_attention_compile_with_and_without_scales(
+    kv_dtype: str, shifted: bool, sinks: bool
+) -> None:
     """The interpreter takes what the compiler does not, such as None where a number may be."""
     call = call_of(heads=4, kv_heads=2, dim=64)
-    call = with_caches(call, kv_dtype, shifted=shifted)
+    call = with_caches(with_sinks(call) if sinks else call, kv_dtype, shifted=shifted)
     cache, scale = call.input(4), call.inputs[12]
     tactic = all_tactics()["cuda.rope_paged_attention.4"]
     assert tactic.launches is not None
@@ -163,11 +177,11 @@ def test_writes_and_attention_compile_with_and_without_scales(kv_dtype: str, shi
         call_of(heads=14, kv_heads=2, dim=64, page=8, dtype="float16", window=100),
         call_of(heads=16, kv_heads=1, weights="float32", softcap=30.0),
         with_caches(call_of(), "int8"),
-        with_caches(call_of(heads=9, kv_heads=1, dim=64, dtype="float16"), "float8_e4m3fn"),
+        with_caches(with_sinks(call_of(heads=9, kv_heads=1, dim=64, dtype="float16")), "float8_e4m3fn"),
         with_caches(call_of(), "float8_e4m3fn", shifted=True),
         with_caches(call_of(heads=9, kv_heads=1, dim=64, dtype="float16"), "int8", shifted=True),
     ],
-    ids=["llama", "window", "norms", "int8", "fp8", "shifted", "shifted, 64"],
+    ids=["llama", "window", "norms", "int8", "fp8 and sinks", "shifted", "shifted, 64"],
 )
 @pytest.mark.parametrize("blocks", [1, 8])
 def test_the_kernel_of_clusters_is_compiled(call: CallSpec, blocks: int) -> None:

@@ -38,10 +38,10 @@ extern "C" int run(int sequences, SIGNATURE) {
     ("how", "shape"),
     [
         (hopper.Cluster(2, 3), {"lens": [(1, 1), (1, 17), (1, 40), (1, 300)], "cached": 2, "heads": (8, 2)}),
-        (hopper.Cluster(8, 2), {"lens": [(1, 64), (1, 513)], "heads": (4, 1)}),
+        (hopper.Cluster(8, 2), {"lens": [(1, 64), (1, 513)], "heads": (4, 1), "sinks": True}),
         (
             hopper.Cluster(1, 4),
-            {"lens": [(1, 150), (1, 16)], "heads": (16, 1), "normed": True, "y_codes": "fp8"},
+            {"lens": [(1, 150), (1, 16)], "heads": (16, 1), "normed": True, "y_codes": "fp8", "sinks": True},
         ),
         (
             hopper.Cluster(4, 3),
@@ -62,7 +62,7 @@ extern "C" int run(int sequences, SIGNATURE) {
         (
             hopper.Cluster(1, 3),
             {"lens": [(1, 210), (1, 41)], "block_size": 8, "heads": (12, 1), "window": 40, "softcap": 5.0}
-            | {"dtype": torch.float8_e4m3fn},
+            | {"dtype": torch.float8_e4m3fn, "sinks": True},
         ),
         (
             hopper.Cluster(2, 3),
@@ -79,7 +79,7 @@ extern "C" int run(int sequences, SIGNATURE) {
             {"lens": [(1, 50), (1, 33)], "dim": 64, "heads": (4, 4), "dtype": torch.int8, "shifted": True},
         ),
     ],
-    ids=["ragged", "eight blocks", "norms", "window", "window of one", "int8", "fp8", "fp8 in a window"]
+    ids=["ragged", "sinks", "norms, sinks", "window", "window of one", "int8", "fp8", "fp8, window, sinks"]
     + ["fp8 shifted", "fp8 of 64, shifted", "int8 shifted"],
 )
 def test_clusters_compute_what_the_reference_does(

@@ -29,12 +29,20 @@ def operand(*shape: int | str, dtype: str) -> OperandSpec:
 
 
 def attention_call(
-    heads: int, kv_heads: int, dim: int, page: int, dtype: str, window: int = 0, softcap: float = 0.0
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    dtype: str,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: bool = False,
 ) -> CallSpec:
     q, cache = operand("T", heads, dim, dtype=dtype), operand("P", kv_heads, page, dim, dtype=dtype)
     indices = (operand("B", 64, dtype="int32"), operand("B+1", dtype="int32"), operand("B", dtype="int32"))
     attrs = {"scale": dim**-0.5, "window": window, "softcap": softcap}
-    return CallSpec(inputs=(q, cache, cache, *indices), outputs=(q,), attrs=attrs)
+    sink = operand(heads, dtype="float32") if sinks else None
+    return CallSpec(inputs=(q, cache, cache, *indices, None, None, sink), outputs=(q,), attrs=attrs)
 
 
 @needs_nvrtc
@@ -44,8 +52,9 @@ def attention_call(
         attention_call(32, 8, 128, 16, "bfloat16"),
         attention_call(14, 2, 64, 8, "float16", window=100),
         attention_call(8, 8, 128, 128, "bfloat16", softcap=30.0),
+        attention_call(24, 8, 64, 16, "bfloat16", window=128, sinks=True),
     ],
-    ids=["llama", "window", "softcap"],
+    ids=["llama", "window", "softcap", "sinks"],
 )
 def test_attention_of_sm_90_is_compiled(call: CallSpec) -> None:
     launch = attention(call, 4096)

@@ -33,7 +33,8 @@ for op in all_ops().values():
         # cuBLASLt needs a GPU; a long prefill takes the interpreter many seconds.
         if case.tactic.name.endswith("cublaslt") or case.sample.args[0].shape[0] > 100:
             continue
-        found.setdefault((case.tactic.name, case.dtype, case.decode), []).append(case)
+        kind = case.decode, " sinks" in case.sample.name
+        found.setdefault((case.tactic.name, case.dtype, *kind), []).append(case)
     names = list(dict.fromkeys(name for name, *_ in found))
     for (name, dtype, *more), cases in found.items():
         checked.add(name)
@@ -111,15 +112,18 @@ from pelton.kernels.tactic import all_tactics
 op = get_op("rope_paged_attention")
 g = torch.Generator().manual_seed(0)
 lens = [(1, 40), (1, 1), (1, 130), (1, 1)]
-sample = rope_paged_attention.make_sample(g, lens=lens, heads=(8, 2), block_size=16, dtype=torch.float16)
-for b in (1, 3):
-    sample.args[6][b] = -1
-    sample.args[9][b] = 0
-    sample.args[7][b] = 0
 tactics = [t for t in all_tactics().values() if t.op == op.name and t.decode and t.takes(len(lens))]
 tactics = [t for t in tactics if not t.sm]  # of one architecture: no Triton kernels of their own
-for tactic in tactics:
-    c.check(c.Case(op, sample, tactic, "float16", decode=True))
+for sinks in (False, True):
+    sample = rope_paged_attention.make_sample(
+        g, lens=lens, heads=(8, 2), block_size=16, dtype=torch.float16, sinks=sinks
+    )
+    for b in (1, 3):
+        sample.args[6][b] = -1
+        sample.args[9][b] = 0
+        sample.args[7][b] = 0
+    for tactic in tactics:
+        c.check(c.Case(op, sample, tactic, "float16", decode=True))
 print(len(tactics), "right")
 """
 

@@ -3,7 +3,8 @@
 The mean of the keys is what they are stored without.
 
 A constant taken from all keys of a head takes one number from all scores of a query, which softmax does not
-see (unless scores are capped before it); what is left has fewer large channels, and fp8 errs by shares.
+see (unless scores are capped before it, or a sink joins it); what is left has fewer large channels, and fp8
+errs by shares.
 How much an error of key j's channel d moves a softmax is p_j (1 - p_j) q_d^2 summed over queries, so that is
 the weight of its value in the mean: a quarter of all weight is the first token's, whose key is unlike others.
 
@@ -45,8 +46,13 @@ class AttendedKeys(TorchDispatchMode):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        y_scale: float | None = None,
+        y_codes: str | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        if softcap > 0:
+        if softcap > 0 or sinks is not None:
             return
         keys, heads = int(seq_lens[0]), k_cache.shape[1]
         blocks = block_table[0, : -(-keys // k_cache.shape[2])].long()
@@ -66,14 +72,14 @@ class AttendedKeys(TorchDispatchMode):
 
     def means(self) -> dict[int, torch.Tensor]:
         """By layer, (KV heads, head_dim) float32; 0 for a channel that no query looks at. Layers that cap
-        their scores are left out."""
+        their scores, or have sinks, are left out."""
         return {
             layer: torch.where(w > 0, s / w.clamp(min=1e-300), 0.0).float()
             for layer, (s, w, _) in self._sums.items()
         }
 
     def grams(self) -> dict[int, torch.Tensor]:
-        """By layer that does not cap its scores, the sum of q q^T, (KV heads, head_dim, head_dim)."""
+        """By layer of ``means``, the sum of q q^T, (KV heads, head_dim, head_dim)."""
         return {layer: gram for layer, (*_, gram) in self._sums.items()}
 
 

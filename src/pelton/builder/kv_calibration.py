@@ -73,15 +73,13 @@ def unmeasured_scales(model: nn.CausalLM) -> Scales:
 
 
 def unmeasured_rounding(model: nn.CausalLM) -> Rounding:
-    """Zeros for each layer, where a dry run reads no values."""
-    capped = {i for i, m in enumerate(_attentions(model)) if m.softcap > 0}
+    """Zeros for each layer, where a dry run reads no values; ``quantise_kv`` knows which layers have none."""
     return {
         i: (
             np.zeros((kv.num_kv_heads, kv.head_dim), np.float32),
             np.zeros((kv.num_kv_heads, 2 * kv.head_dim), np.float32),
         )
         for i, kv in enumerate(model.layer_kv())
-        if i not in capped
     }
 
 

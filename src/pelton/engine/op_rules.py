@@ -69,7 +69,7 @@ _TABLE: dict[str, tuple[str, tuple[Callable[[Bound], bool], ...]]] = {
     "norm_linear_gated": ("x:T,K weight:2N,K bias?:2N norm_weight:K -> T,N | kind eps", ()),
     "paged_attention": (
         "q:t,H,D k_cache:P,S,B,D v_cache:P,S,B,D #block_table:R,M #cu_seqlens:C #seq_lens:R"
-        " k_scale?:S v_scale?:S -> t,H,D"
+        " k_scale?:S v_scale?:S sinks?:H -> t,H,D"
         " | scale window softcap",
         (_heads,),
     ),

@@ -40,7 +40,7 @@ SENTINEL = 7.5
 #: Ops with large kernels, by parts of their names.
 _LARGE = ("linear", "attention")
 #: Operands that are weights, by parts of their names: their sizes are fixed when an engine is built.
-_FIXED = ("weight", "bias", "inv_freq", "scales", "zeros", "order")
+_FIXED = ("weight", "bias", "inv_freq", "scales", "zeros", "order", "sinks")
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,9 @@ def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0, sm: int = 0) -> Iterat
 
 def telling(cases: Iterable[Case], most: int = 4) -> list[Case]:
     """At most ``most`` cases of each tactic and type: the smallest of each type of weight, kind of step and
-    rounding of inputs and keys, then some of other sizes. All cases of ops whose kernels are small, as those
-    take no time to compile."""
+    rounding of inputs and keys, then some of other sizes; of attention one more, so that steps of both kinds
+    are there with sinks and without. All cases of ops whose kernels are small, as those take no time to
+    compile."""
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.tactic.name, case.dtype), []).append(case)
@@ -140,18 +141,20 @@ def telling(cases: Iterable[Case], most: int = 4) -> list[Case]:
         for case in group:
             attrs = split_arguments(case.op, case.sample.args)[1]
             static = attrs.get("x_codes"), attrs.get("y_codes"), case.sample.args[0].dtype
+            given = _is_given(case, "k_shift"), _is_given(case, "sinks")
             quants = sorted(w.quant for w in case.packed.values())
-            kinds.setdefault((case.decode, *static, _is_shifted(case), *quants), case)
-        own = evenly(list(kinds.values()), most)
+            kinds.setdefault((case.decode, *static, *given, *quants), case)
+        sinks = any(_is_given(case, "sinks") for case in group)
+        own = evenly(list(kinds.values()), most + sinks)
         names = {str(case) for case in own}
         rest = [case for case in group[: max(most, len(group) * 3 // 4)] if str(case) not in names]
         chosen += own + evenly(rest, most - len(own))
     return chosen
 
 
-def _is_shifted(case: Case) -> bool:
+def _is_given(case: Case, name: str) -> bool:
     names = (p.name for p in case.op.torch_op._schema.arguments)
-    return any(n == "k_shift" and a is not None for n, a in zip(names, case.sample.args, strict=False))
+    return any(n == name and a is not None for n, a in zip(names, case.sample.args, strict=False))
 
 
 def _numbers(case: Case) -> int:
@@ -209,7 +212,8 @@ def _cast(op: Op, sample: Sample, dtype_name: str, name: str) -> Sample:
     they are.
     """
     dtype = getattr(torch, dtype_name)
-    keep = {"cos_sin", "inv_freq", "k_scale", "v_scale", "k_shift", "k_queries", "bias", "norm_weight"}
+    keep = {"cos_sin", "inv_freq", "k_scale", "v_scale", "k_shift", "k_queries"}
+    keep |= {"bias", "norm_weight", "sinks"}
     args = []
     for parameter, value in zip(op.torch_op._schema.arguments, sample.args, strict=False):
         convert = isinstance(value, torch.Tensor) and value.is_floating_point() and parameter.name not in keep

@@ -24,6 +24,7 @@ SCALED = ("kv_write", "paged_attention")
 def run(graph: Graph, context: PassContext) -> PassReport:
     """Give the scales of its layer to every op that reads or writes a cache."""
     nodes = [n for n in graph.calls if op_name(n) in SCALED]
+    seen = {_layer(graph, n) for n in nodes if op_name(n) == "paged_attention" and _sees_shifts(n)}
     constants: dict[int, dict[str, fx.Node]] = {}
     changed = 0
     for node in nodes:
@@ -31,18 +32,24 @@ def run(graph: Graph, context: PassContext) -> PassReport:
         values = context.kv_scales.get(layer)
         if values is None:
             continue
-        capped = op_name(node) == "paged_attention" and argument(node, "softcap") > 0
-        assert not (capped and layer in context.key_rounding), "capped scores do not all lose the same"
         if layer not in constants:
             given = {f"{kind}_scale": torch.tensor(value) for kind, value in zip("kv", values, strict=True)}
-            if layer in context.key_rounding:
+            if layer in context.key_rounding and layer not in seen:
                 shift, queries = map(torch.from_numpy, context.key_rounding[layer])
                 given |= {"k_shift": shift, "k_queries": queries}
             constants[layer] = {n: graph.insert_constant(f"{n}.{layer}", t) for n, t in given.items()}
         node.args, node.kwargs = with_arguments(node, **constants[layer]), {}
         changed += 1
     note = "" if context.kv_scales else "caches have no scales"
+    if as_they_are := len(seen & context.key_rounding.keys()):
+        note = f"keys of {as_they_are} layers are rounded as they are: their softmax would see a shift"
     return PassReport(name=NAME, matched=len(nodes) if context.kv_scales else 0, changed=changed, note=note)
+
+
+def _sees_shifts(attention: fx.Node) -> bool:
+    """Whether its softmax changes where all scores of a query lose the same number: capped ones no longer
+    do, and a sink loses nothing."""
+    return argument(attention, "softcap") > 0 or argument(attention, "sinks") is not None
 
 
 def _layer(graph: Graph, node: fx.Node) -> int:

@@ -68,7 +68,17 @@ _SHARED = (
     ("v_scale", "other scales"),
 )
 #: Parameters that the attention op alone has; all others are the write's.
-_ATTENTION = ("block_table", "cu_seqlens", "seq_lens", "scale", "window", "softcap", "y_scale", "y_codes")
+_ATTENTION = (
+    "block_table",
+    "cu_seqlens",
+    "seq_lens",
+    "scale",
+    "window",
+    "softcap",
+    "y_scale",
+    "y_codes",
+    "sinks",
+)
 
 
 def _argument(given: dict[str, fx.Node], name: str) -> Any:

@@ -29,6 +29,7 @@ def reference(
     v_scale: torch.Tensor | None = None,
     y_scale: float | None = None,
     y_codes: str | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); caches: (blocks, Hkv, block_size, D); ``block_table``: (B, M) int32;
     ``cu_seqlens``: (B+1,) int32; ``seq_lens``: (B,) int32 -> (T, Hq, D).
@@ -37,7 +38,8 @@ def reference(
     outside the window may be freed: their table entries are never read. ``softcap`` > 0 caps scores
     as ``softcap * tanh(s / softcap)`` before the mask. ``k_scale``, ``v_scale``: (Hkv,) float32, of
     caches of 8 bits (``kv_codes``); None: ones. With ``y_scale`` and ``y_codes`` the result is codes
-    (``static_codes``).
+    (``static_codes``). ``sinks``: (Hq,) float32, a logit of each head that joins its softmax after scale and
+    cap, and attends to nothing (gpt-oss: OpenAI, 2025); None: none.
     """
     out = torch.zeros_like(q)
     group = q.shape[1] // k_cache.shape[1]
@@ -63,7 +65,11 @@ def reference(
         scores = scores.masked_fill(~visible, float("-inf"))
         # Slots past the sequence's end hold stale values (0 * NaN would spread), so drop them.
         v = v.masked_fill(~visible.any(0)[:, None, None], 0.0)
-        out[start:stop] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+        if sinks is not None:
+            sink = sinks.float()[:, None, None].expand(-1, n_queries, 1)
+            scores = torch.cat([scores, sink], -1)
+        p = scores.softmax(-1)[..., : k.shape[0]]
+        out[start:stop] = torch.einsum("hqk,khd->qhd", p, v).to(q.dtype)
     return left(out, y_scale, y_codes)
 
 
@@ -81,6 +87,7 @@ def shape_rule(
     v_scale: torch.Tensor | None = None,
     y_scale: float | None = None,
     y_codes: str | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape, dtype=result_dtype(q, y_codes))
 
@@ -96,10 +103,12 @@ def make_sample(
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float32,
     y_codes: str | None = None,
+    sinks: bool = False,
 ) -> Sample:
     """A batch of ``lens`` = (queries, keys) pairs over a shuffled block pool; free slots are NaN.
 
     Blocks wholly outside the window have been given back: their entries are 0, a block that is NaN.
+    ``sinks``: the first is above all scores, the last below.
     """
     n_q, n_kv = heads
     need = [-(-keys // block_size) for _, keys in lens]
@@ -128,10 +137,17 @@ def make_sample(
         )
     else:
         k_cache, v_cache = caches.to(dtype)
-    left_as = (*(scales or (None, None)), 1 / LARGEST[y_codes], y_codes) if y_codes else scales  # clips
+    sink = 3 * torch.randn(n_q, generator=g) if sinks else None
+    if sink is not None:
+        sink[0], sink[-1] = 500.0, -500.0
+    y_scale = 1 / LARGEST[y_codes] if y_codes else None  # clips
+    optional = [*(scales or (None, None)), y_scale, y_codes, sink]
+    while optional and optional[-1] is None:
+        optional.pop()
+    how = f"{y_codes or ''}{' sinks' if sinks else ''}"
     return Sample(
-        args=(q, k_cache, v_cache, table, cu, seq_lens, dim**-0.5, window, softcap, *left_as),
-        name=f"{lens} heads={heads} d={dim} window={window} cap={softcap} {dtype} {y_codes or ''}",
+        args=(q, k_cache, v_cache, table, cu, seq_lens, dim**-0.5, window, softcap, *optional),
+        name=f"{lens} heads={heads} d={dim} window={window} cap={softcap} {dtype} {how}",
     )
 
 
@@ -154,6 +170,15 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     for codes in LARGEST:
         yield make_sample(g, lens=[(20, 30), (1, 50)], dim=128, block_size=16, y_codes=codes)
         yield make_sample(g, lens=[(1, 30), (1, 9)], heads=(6, 2), block_size=16, y_codes=codes)
+    yield make_sample(g, lens=[(1, 3), (1, 40)], heads=(6, 2), block_size=16, sinks=True)
+    yield make_sample(g, lens=[(1, 150), (1, 400)], heads=(9, 3), block_size=16, softcap=5.0, sinks=True)
+    yield make_sample(g, lens=[(70, 200), (1, 300), (9, 9)], heads=(8, 2), dim=128, block_size=16, sinks=True)
+    yield make_sample(g, lens=[(30, 64), (1, 30)], window=6, softcap=5.0, block_size=16, sinks=True)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        yield make_sample(g, lens=[(6, 12), (1, 50)], dtype=dtype, block_size=16, sinks=True)
+    # Sizes of heads that models have besides those above.
+    for dim in (96, 112, 160, 192):
+        yield make_sample(g, lens=[(1, 20), (1, 3)], heads=(2, 1), dim=dim, block_size=16)
 
 
 OP = register(
@@ -162,7 +187,8 @@ OP = register(
         schema=(
             "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
             "Tensor cu_seqlens, Tensor seq_lens, float scale, int window=0, float softcap=0.0, "
-            "Tensor? k_scale=None, Tensor? v_scale=None, float? y_scale=None, str? y_codes=None) -> Tensor"
+            "Tensor? k_scale=None, Tensor? v_scale=None, float? y_scale=None, str? y_codes=None, "
+            "Tensor? sinks=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

@@ -39,6 +39,7 @@ def reference(
     k_queries: torch.Tensor | None = None,
     y_scale: float | None = None,
     y_codes: str | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q``: (T, Hq, D); ``k``, ``v``: (T, Hkv, D); the rest as in rope_kv_write and paged_attention
     -> (T, Hq, D).
@@ -64,6 +65,7 @@ def reference(
         v_scale,
         y_scale=y_scale,
         y_codes=y_codes,
+        sinks=sinks,
     )
 
 
@@ -90,6 +92,7 @@ def shape_rule(
     k_queries: torch.Tensor | None = None,
     y_scale: float | None = None,
     y_codes: str | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape, dtype=result_dtype(q, y_codes))
 
@@ -109,15 +112,16 @@ def make_sample(
     cached: int = -1,
     shifted: bool = False,
     y_codes: str | None = None,
+    sinks: bool = False,
 ) -> Sample:
     """A batch of ``lens`` = (queries, keys) pairs; what the step writes is NaN, or 99, in the cache before.
 
     ``rotary``: dimensions that rotate, 0: all; ``cached``: a token whose slot is -1, its K and V being there.
     """
-    attention = paged_attention.make_sample(
-        g, lens=lens, heads=heads, dim=dim, block_size=block_size, window=window, softcap=softcap, dtype=dtype
-    )
-    _, k_cache, v_cache, table, cu_seqlens, seq_lens, scale, _, _, *scales = attention.args
+    cache = {"lens": lens, "heads": heads, "dim": dim, "block_size": block_size, "dtype": dtype}
+    attention = paged_attention.make_sample(g, **cache, window=window, softcap=softcap, sinks=sinks)
+    _, k_cache, v_cache, table, cu_seqlens, seq_lens, scale, _, _, *optional = attention.args
+    scales, sink = optional[:2], optional[4] if sinks else None
     slots: list[int] = []
     for b, (queries, keys) in enumerate(lens):
         for position in range(keys - queries, keys):
@@ -139,12 +143,15 @@ def make_sample(
     numbers = 1e-6, scale, window, softcap
     if shifted:
         scales += [torch.randn(n_kv, dim, generator=g), torch.randn(n_kv, 2 * dim, generator=g).abs()]
-    left_as = (*scales, *[None] * (4 - len(scales)), 1 / LARGEST[y_codes], y_codes) if y_codes else scales
+    codes = [1 / LARGEST[y_codes] if y_codes else None, y_codes]
+    optional = [*scales, *[None] * (4 - len(scales)), *codes, sink]
+    while optional and optional[-1] is None:
+        optional.pop()
     name = (
         f"{attention.name} rotary={rotary} normed={normed} cached={cached} shifted={shifted} {y_codes or ''}"
     )
     return Sample(
-        args=(*qkv_views, cos_sin, k_cache, v_cache, *step, *weights, *numbers, *left_as),
+        args=(*qkv_views, cos_sin, k_cache, v_cache, *step, *weights, *numbers, *optional),
         name=name,
     )
 
@@ -167,6 +174,15 @@ def samples(g: torch.Generator) -> Iterator[Sample]:
     for codes in LARGEST:
         yield make_sample(g, lens=[(1, 130), (1, 9)], dim=128, block_size=16, y_codes=codes)
         yield make_sample(g, lens=[(20, 30), (1, 9)], heads=(8, 2), block_size=16, y_codes=codes)
+    yield make_sample(g, lens=[(1, 9), (1, 1), (1, 40)], heads=(6, 2), block_size=16, sinks=True)
+    yield make_sample(g, lens=[(1, 130), (1, 400)], heads=(16, 1), dim=128, block_size=16, sinks=True)
+    yield make_sample(g, lens=[(1, 150)], heads=(9, 3), block_size=16, window=40, softcap=5.0, sinks=True)
+    yield make_sample(g, lens=[(5, 5), (3, 41), (1, 8)], dim=128, block_size=16, sinks=True)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        yield make_sample(g, lens=[(1, 70), (1, 50)], dtype=dtype, block_size=16, sinks=True)
+    # Sizes of heads that models have besides those above.
+    for dim in (96, 112, 160, 192):
+        yield make_sample(g, lens=[(1, 20), (1, 3)], heads=(2, 1), dim=dim, block_size=16)
 
 
 OP = register(
@@ -177,7 +193,8 @@ OP = register(
             "Tensor(b!) v_cache, Tensor slot_mapping, Tensor block_table, Tensor cu_seqlens, "
             "Tensor seq_lens, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window=0, "
             "float softcap=0.0, Tensor? k_scale=None, Tensor? v_scale=None, "
-            "Tensor? k_shift=None, Tensor? k_queries=None, float? y_scale=None, str? y_codes=None) -> Tensor"
+            "Tensor? k_shift=None, Tensor? k_queries=None, float? y_scale=None, str? y_codes=None, "
+            "Tensor? sinks=None) -> Tensor"
         ),
         reference=reference,
         shape_rule=shape_rule,

@@ -5,13 +5,13 @@
 namespace {
 
 struct Attention {
-  const pelton_tensor *q, *k, *v, *table, *cu, *lens, *out, *k_scale, *v_scale;
+  const pelton_tensor *q, *k, *v, *table, *cu, *lens, *out, *k_scale, *v_scale, *sinks;
   float scale, cap;
   int64_t window, n_seqs, kv_heads, group, dim, block_size;
 
   explicit Attention(const pelton_call* c)
       : q(c->in[0]), k(c->in[1]), v(c->in[2]), table(c->in[3]), cu(c->in[4]), lens(c->in[5]), out(c->out[0]),
-        k_scale(pelton_in(c, 6)), v_scale(pelton_in(c, 7)),
+        k_scale(pelton_in(c, 6)), v_scale(pelton_in(c, 7)), sinks(pelton_in(c, 8)),
         scale((float)pelton_attr(c, 0, 1)), cap((float)pelton_attr(c, 2, 0)),
         window((int64_t)pelton_attr(c, 1, 0)), n_seqs(lens->shape[0]), kv_heads(k->shape[1]),
         group(q->shape[1] / k->shape[1]), dim(q->shape[2]), block_size(k->shape[2]) {}
@@ -26,6 +26,11 @@ struct Attention {
   // What a KV head's scores, and its outputs, are multiplied with: codes of 8 bits have scales.
   float score_scale(int64_t head) const { return k_scale ? scale * ((const float*)k_scale->data)[head] : scale; }
   float value_scale(int64_t head) const { return v_scale ? ((const float*)v_scale->data)[head] : 1.0f; }
+  // The sum of query head `head`'s softmax, of which `total` is without its sink, in units of exp(top). Infinite where
+  // the sink is far above `top`: the head's output is then 0.
+  float softmax_sum(int64_t head, float top, float total) const {
+    return sinks ? total + expf(((const float*)sinks->data)[head] - top) : total;
+  }
   const float* q_row(int64_t row, int64_t head) const {
     return (const float*)q->data + row * q->stride[0] + head * q->stride[1];
   }

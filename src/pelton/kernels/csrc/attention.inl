@@ -86,7 +86,7 @@ void run(const Attention& a, const pelton_call* c, pelton_team* team, int thread
 }
 
 // in: q (T, Hq, D), k_cache, v_cache (blocks, Hkv, block_size, D), block_table (B, M), cu_seqlens
-// (B+1), seq_lens (B), [k_scale, v_scale (Hkv)]. out: (T, Hq, D). attrs: scale, window, softcap.
+// (B+1), seq_lens (B), [k_scale, v_scale (Hkv), sinks (Hq)]. out: (T, Hq, D). attrs: scale, window, softcap.
 void paged_attention(const pelton_call* c, pelton_team* team, int thread) {
   const Attention a(c);
   switch (a.k->dtype) {

@@ -180,8 +180,9 @@ inline void merge(const Attention& a, float* total, const float* next) {
 
 inline void write_output(const Attention& a, int64_t b, int64_t head, const float* partial) {
   for (int64_t r = 0; r < a.group; r++, partial += a.dim + 2) {
-    const vf inverse = vset(a.value_scale(head) / partial[1]);
-    float* to = a.out_row(a.first_row(b), head * a.group + r);
+    const int64_t q_head = head * a.group + r;
+    const vf inverse = vset(a.value_scale(head) / a.softmax_sum(q_head, partial[0], partial[1]));
+    float* to = a.out_row(a.first_row(b), q_head);
     each_vector(a.dim, [=](int64_t i, int n) {
       store_some(to + i, load_some(partial + 2 + i, n) * inverse, n);
     });

@@ -231,9 +231,10 @@ void prefill_tile(const Attention& a, int64_t b, int64_t head, int64_t tile, flo
   }
 
   for (int64_t r = 0; r < rows; r++) {
-    const vf inverse = vset(a.value_scale(head) / total[r]);
+    const int64_t q_head = head * a.group + r % a.group;
+    const vf inverse = vset(a.value_scale(head) / a.softmax_sum(q_head, top[r], total[r]));
     const float* from = out + r * width;
-    float* to = a.out_row(a.first_row(b) + first + r / a.group, head * a.group + r % a.group);
+    float* to = a.out_row(a.first_row(b) + first + r / a.group, q_head);
     each_vector(dim, [=](int64_t i, int n) { store_some(to + i, load_some(from + i, n) * inverse, n); });
   }
 }

@@ -43,6 +43,10 @@ def attention(call: CallSpec, tiles: Tiles, tokens: int, *, invariant: bool = Fa
     for index, name in enumerate(("q", "k_cache", "v_cache", "block_table", "cu_seqlens", "seq_lens")):
         b.input(name, index)
     b.input("k_scale", 6).input("v_scale", 7).output("out")
+    if tiles.splits == 1:
+        b.input("sinks", 8)
+    else:  # they join the whole softmax, not its parts
+        b.constants(sinks=None)
     parts = _parts(tokens, heads, tiles.splits)
     for name, offset in parts.items():
         if tiles.splits > 1:
@@ -68,6 +72,7 @@ def attention(call: CallSpec, tiles: Tiles, tokens: int, *, invariant: bool = Fa
     c = Builder(call, MODULE, "combine").output("out")
     for name, offset in parts.items():
         c.workspace(name, offset)
+    c.input("sinks", 8)
     result_scale(c, call)
     c.constants(HEADS=heads, D=dim, BLOCK_D=max(16, power_of_two(dim)), SPLITS=tiles.splits)
     return whole, c.launch((rows(q),), (Term(times=heads),), num_warps=2)

@@ -29,6 +29,7 @@ def _supports(node: NodeSpec) -> bool:
         and int(q.shape[1]) // int(k_cache.shape[1]) <= ROWS
         and float(node.attrs["scale"]) > 0
         and (q.dtype == "bfloat16" or no_codes(node))
+        and all(t is None or t.dtype == "float32" for t in node.inputs[8:])  # sinks
     )
 
 
@@ -70,6 +71,9 @@ def attention(call: CallSpec, tokens: int, *, stages: int = 3, part: int = 0) ->
     b = b.workspace() if part else b.nothing()
     b.dim(table.shape[0]).number(float(call.attrs["scale"])).number(softcap)
     b.number(float(call.attrs.get("y_scale") or 0.0))
+    sinks = call.inputs[8] is not None
+    if sinks:
+        b.input(8)
     return b.launch(
         (Term(times=BLOCKS),),
         constants={
@@ -80,6 +84,7 @@ def attention(call: CallSpec, tokens: int, *, stages: int = 3, part: int = 0) ->
             "COLUMNS": int(table.shape[1]),
             "WINDOW": int(call.attrs["window"]),
             "SOFTCAP": int(softcap > 0),
+            "SINKS": int(sinks),
             "HALF": int(q.dtype == "float16"),
             "STAGES": stages,
             "PART": part,

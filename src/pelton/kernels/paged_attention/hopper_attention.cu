@@ -19,10 +19,11 @@
 // a block has all of them.
 //
 // Constants: HEADS, GROUP, D (64, 128), PAGE (8 to 128, a power of two), COLUMNS of the block table, WINDOW,
-// SOFTCAP, HALF (float16 instead of bfloat16), STAGES; PART, ITEMS (most parts that blocks share); RESULT_CODE (the
-// result is codes of the scale `y_scale`: e4m3 1, int8 2; 0: elements).
+// SOFTCAP, SINKS, HALF (float16 instead of bfloat16), STAGES; PART, ITEMS (most parts that blocks share); RESULT_CODE
+// (the result is codes of the scale `y_scale`: e4m3 1, int8 2; 0: elements).
 #include "hopper_copies.cuh"
 #include "codes.cuh"
+#include "sinks.cuh"
 
 static_assert(!(RESULT_CODE && HALF), "codes are of rounded bfloat16");
 
@@ -117,14 +118,16 @@ DEVICE void clear_unused(u32 v, int keys_in_tile, int group) {
     named_sync(3 + group, 128);
 }
 
+// `factor`: of scores, to log2(e) times what the softmax is of.
 DEVICE void store(const float (&o)[D / 2], const Rows& rows, const Work& work, int row0, unsigned short* out,
-                  float y_scale) {
+                  float y_scale, float factor, const float* sinks) {
     const float to_code = RESULT_CODE ? 1.0f / y_scale : 1.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float sum = rows.sum[r];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
+        sum = with_sink(sum, sinks + work.kv_head * GROUP + (row0 + 8 * r) % GROUP, rows.best[r] * factor);
         const float inverse = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
         const int row = row0 + 8 * r, query = work.first_query + row / GROUP;
         const bool exists = row < QUERIES * GROUP && query < work.queries;
@@ -192,7 +195,7 @@ DEVICE void join(const float* kept, int stride, float (&o)[D / 2], Rows& rows, f
 
 // By the warp that has the rows of a part which blocks share: the last one joins all.
 DEVICE void share_part(float* scratch, u32* counter, const Work& work, float (&o)[D / 2], Rows& rows, int row0,
-                       unsigned short* out, float y_scale, float factor, int items) {
+                       unsigned short* out, float y_scale, float factor, int items, const float* sinks) {
     const int lane = threadIdx.x % 32;
     // Parts of one tile of work lie `items` apart.
     auto place = [&](int part) { return scratch + (long long)(part * items + work.item) * (KEPT * 32) + lane; };
@@ -210,11 +213,11 @@ DEVICE void share_part(float* scratch, u32* counter, const Work& work, float (&o
 #pragma unroll
     for (int r = 0; r < 2; ++r) rows.best[r] = __ldcg(last + (D / 2 + r) * 32), rows.sum[r] = __ldcg(last + (D / 2 + 2 + r) * 32);
     for (int part = work.parts - 2; part >= 0; --part) join<false>(place(part), 32, o, rows, factor);
-    store(o, rows, work, row0, out, y_scale);
+    store(o, rows, work, row0, out, y_scale, factor, sinks);
 }
 
 DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short* out, float y_scale, float scale,
-                    float softcap, int group, float* scratch, u32* counter, int items) {
+                    float softcap, int group, float* scratch, u32* counter, int items, const float* sinks) {
     const int lane = threadIdx.x % 32;
     const int row0 = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     const u32 q = shared.base + group * 64 * ROW_BYTES;
@@ -251,6 +254,7 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         u32 p[32];
         Rows rows;
         const int context = work.context();
+        const float factor = SOFTCAP ? 1.0f : scale * LOG2_E;
         auto begin = [&] {
 #pragma unroll
             for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
@@ -265,7 +269,7 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         if (work.tiles == 0) {
             __syncwarp();
             release_q();
-            store(o, rows, work, row0, out, y_scale);
+            store(o, rows, work, row0, out, y_scale, factor, sinks);
             continue;
         }
         // Tiles of keys that every query sees whole: [seen_from, seen_to).
@@ -330,7 +334,6 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
             release(V_EMPTY, v_ring.stage);
             v_ring.next();
         };
-        const float factor = SOFTCAP ? 1.0f : scale * LOG2_E;
         float* kept = scratch + blockIdx.x * (KEPT * 256) + threadIdx.x - 128;
         for (int last = work.last;;) {
             const int from = PART ? last / SPAN * SPAN : first;
@@ -344,10 +347,11 @@ DEVICE void compute(const Shared& shared, const Work* next_work, unsigned short*
         }
         if (PART && work.parts > 1) {
             if (group == 0 && threadIdx.x % 128 < 32)
-                share_part(scratch + gridDim.x * (KEPT * 256), counter, work, o, rows, row0, out, y_scale, factor, items);
+                share_part(scratch + gridDim.x * (KEPT * 256), counter, work, o, rows, row0, out, y_scale, factor, items,
+                           sinks);
             continue;
         }
-        store(o, rows, work, row0, out, y_scale);
+        store(o, rows, work, row0, out, y_scale, factor, sinks);
     }
 }
 
@@ -355,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k_cache,
               const __grid_constant__ TensorMap v_cache, const int* block_table, const int* cu_seqlens,
               const int* seq_lens, unsigned short* out, u32* counter, float* scratch, int sequences, float scale,
-              float softcap, float y_scale) {
+              float softcap, float y_scale SINKS_PARAMETER) {
     extern __shared__ unsigned char memory[];
     const u32 unaligned = shared_address(memory);
     const Shared shared{(unaligned + 1023) / 1024 * 1024};
@@ -393,6 +397,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     } else {
         registers_more<232>();
         compute(shared, current, out, y_scale, scale, softcap, threadIdx.x / 128 - 1, scratch, counter,
-                (cu_seqlens[sequences] / QUERIES + sequences) * KV_HEADS);
+                (cu_seqlens[sequences] / QUERIES + sequences) * KV_HEADS, SINKS_GIVEN);
     }
 }

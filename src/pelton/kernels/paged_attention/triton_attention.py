@@ -96,6 +96,15 @@ def _accumulate(
 
 
 @triton.jit
+def with_sink(total, best, sinks, head):
+    """The sums of softmaxes, of which ``total`` are without the sinks of heads ``head``, in units of 2 to the
+    power of ``best``. Infinite where a sink is far above that: what is divided by it is 0."""
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - best)
+    return total
+
+
+@triton.jit
 def attention(
     q,
     k_cache,
@@ -106,6 +115,7 @@ def attention(
     k_scale,
     v_scale,
     out,
+    sinks,
     partial,
     partial_max,
     partial_sum,
@@ -229,6 +239,7 @@ def attention(
     if v_scale is not None:
         acc *= tl.load(v_scale + kv_head)
     if SPLITS == 1:
+        total = with_sink(total, best, sinks, head)
         y = acc / total[:, None]
         tl.store(
             out + (token[:, None] * HEADS + head[:, None]) * D + d[None, :],
@@ -248,6 +259,7 @@ def combine(
     partial,
     partial_max,
     partial_sum,
+    sinks,
     y_scale,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -262,6 +274,7 @@ def combine(
     m = tl.load(partial_max + head * SPLITS + split)
     weight = tl.exp2(m - tl.max(m, 0))
     total = tl.sum(weight * tl.load(partial_sum + head * SPLITS + split), 0)
+    total = with_sink(total, tl.max(m, 0), sinks, tl.program_id(1))
     parts = tl.load(
         partial + (head * SPLITS + split)[:, None] * D + d[None, :], mask=in_head[None, :], other=0.0
     )

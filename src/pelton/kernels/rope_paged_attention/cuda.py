@@ -32,7 +32,7 @@ MODULE = "pelton.kernels.rope_paged_attention.triton_decode"
 
 #: Where the parts' operands stand among the op's.
 _WRITE = (0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13, 14, 15)
-_ATTEND = (4, 5, 7, 8, 9, 12, 13)
+_ATTEND = (4, 5, 7, 8, 9, 12, 13, 16)
 
 
 _attentions = {tactic.name: tactic for tactic in paged_attention.TACTICS}
@@ -81,7 +81,7 @@ def decode(call: CallSpec, how: Decode, sequences: int) -> tuple[Work, ...]:
     for index, name in enumerate(("q", "k", "v", "cos_sin", "k_cache", "v_cache", "slots", "block_table")):
         b.input(name, index)
     b.input("seq_lens", 9).input("q_weight", 10).input("k_weight", 11).input("k_scale", 12)
-    b.input("v_scale", 13).input("k_shift", 14).input("k_queries", 15).output("out")
+    b.input("v_scale", 13).input("k_shift", 14).input("k_queries", 15).input("sinks", 16).output("out")
     if how.splits > 1:
         b.counters("counters")
         for name, offset in _parts(sequences, heads, how.splits).items():

@@ -73,6 +73,9 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
         b.input(14).input(15)
     b.output().number(float(call.attrs["eps"])).number(float(call.attrs["scale"])).number(softcap)
     b.number(float(call.attrs.get("y_scale") or 0.0))
+    sinks = call.inputs[16] is not None
+    if sinks:
+        b.input(16)
     spec = b.launch(
         (Term(times=how.blocks),),
         (Term(times=kv_heads),),
@@ -92,6 +95,7 @@ def decode(call: CallSpec, how: Cluster) -> tuple[Work, ...]:
             "V_HEAD": v.strides[1],
             "WINDOW": int(call.attrs["window"]),
             "SOFTCAP": int(softcap > 0),
+            "SINKS": int(sinks),
             "HALF": int(q.dtype == "float16"),
             "NORM_Q": int(weights[0] is not None),
             "NORM_K": int(weights[1] is not None),
@@ -116,12 +120,14 @@ def fits(call: CallSpec) -> bool:
     """Whether the cluster's kernel takes the call, whose attention the tactic of prefills takes."""
     q, k, v, cos_sin, k_cache = (call.input(i) for i in range(5))
     kinds, rounding = {w.dtype for w in call.inputs[10:12] if w is not None}, call.inputs[14:16]
+    sinks = call.inputs[16]
     return (
         int(q.shape[1]) // int(k.shape[1]) <= ROWS
         and q.dtype == k.dtype
         and (k_cache.dtype == q.dtype or (k_cache.dtype in KV_CODES and q.dtype != "float32"))
         and (not any(rounding) or (all(rounding) and k_cache.dtype in KV_CODES))
         and (kinds <= {"float32"} or kinds <= {q.dtype})
+        and (sinks is None or sinks.dtype == "float32")
         # Heads are read, and rotate, by 8 elements.
         and int(cos_sin.shape[1]) // 2 % 8 == 0
         and all(stride % 8 == 0 for operand in (q, k, v) for stride in operand.strides[:2])

@@ -14,9 +14,10 @@
 //
 // Constants: KV_HEADS, GROUP (query heads of a KV head, up to 16), D (64, 128), TURN (half the dimensions that
 // rotate, a multiple of 8), PAGE (8 to 128, a power of two), COLUMNS of the block table, Q_ROW, K_ROW, V_ROW and
-// Q_HEAD, K_HEAD, V_HEAD (strides, elements, multiples of 8), WINDOW, SOFTCAP, HALF (float16 instead of bfloat16),
-// NORM_Q, NORM_K (whether heads are normalised first), WEIGHTS32 (whether the norms' weights are float32), CLUSTER (1
-// to 8), WARPS (4 or 8), STAGES, RESULT_CODE (the result is codes of the scale `y_scale`: e4m3 1, int8 2; 0: elements).
+// Q_HEAD, K_HEAD, V_HEAD (strides, elements, multiples of 8), WINDOW, SOFTCAP, SINKS, HALF (float16 instead of
+// bfloat16), NORM_Q, NORM_K (whether heads are normalised first), WEIGHTS32 (whether the norms' weights are float32),
+// CLUSTER (1 to 8), WARPS (4 or 8), STAGES, RESULT_CODE (the result is codes of the scale `y_scale`: e4m3 1, int8 2; 0:
+// elements).
 #include "hopper_decode_parts.cuh"
 #if SHIFTED
 #include "hopper_decode_shifted.cuh"
@@ -108,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1,
 #if SHIFTED
            const float* k_shift, const float* k_queries,
 #endif
-           u16* out, float eps, float scale, float softcap, float y_scale) {
+           u16* out, float eps, float scale, float softcap, float y_scale SINKS_PARAMETER) {
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 base = shared_address(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -124,6 +125,8 @@ extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1,
     const float* turn = cos_sin + b * (2 * TURN);
     // A layer's weights have pushed the angles out of L2 since the layer before.
     if (warp == WARPS && lane * 32 < 2 * TURN) prefetch(turn + lane * 32);
+    const float* own_sinks = SINKS_GIVEN + (SINKS ? kv_head * GROUP : 0);
+    if (SINKS && threadIdx.x == 0) prefetch(own_sinks);
     const int n_keys = seq_lens[b], slot = slots[b];
     // Keys in the cache, and the first that the token sees. A token without a slot is in the cache itself.
     const int cached = slot >= 0 ? n_keys - 1 : n_keys;
@@ -230,5 +233,5 @@ extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1,
     copies_wait<0>();
     part.send(base, rank * WARPS + warp);
     barrier_wait(base + BARRIER_AT, 0);
-    join(base, value_scale, y_scale, out, (b * HEADS + kv_head * GROUP) * D + rank * OWN);
+    join(base, value_scale, y_scale, own_sinks, out, (b * HEADS + kv_head * GROUP) * D + rank * OWN);
 }

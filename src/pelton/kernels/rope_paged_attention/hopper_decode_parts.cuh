@@ -3,6 +3,7 @@
 // Scores are keys times queries, not queries times keys: a product of tensor cores then has 16 keys and the 8 heads of
 // a group, and none of its rows is empty.
 #pragma once
+#include "sinks.cuh"
 #if KV_CODE
 #include "hopper_decode_codes.cuh"
 #define OPERAND "f16"
@@ -193,8 +194,9 @@ struct Part {
 };
 
 // The block's dimensions of the result, of what all warps of the cluster have sent and of the new key, times
-// `value_scale`; by WARPS warps. `first_to`: where in `out` the first of these dimensions of the group's first head is.
-DEVICE void join(u32 base, float value_scale, float y_scale, u16* out, long long first_to) {
+// `value_scale`; by WARPS warps. `first_to`: where in `out` the first of these dimensions of the group's first head is;
+// `sinks` are the group's.
+DEVICE void join(u32 base, float value_scale, float y_scale, const float* sinks, u16* out, long long first_to) {
     const float to_code = RESULT_CODE ? 1.0f / y_scale : 1.0f;
     constexpr int ITEMS = PAIRS * OWN, ALL = 32 * WARPS;
     constexpr int LANES = 4 * ITEMS <= ALL ? 4 : 2 * ITEMS <= ALL ? 2 : 1;  // that share an item's parts
@@ -241,7 +243,8 @@ DEVICE void join(u32 base, float value_scale, float y_scale, u16* out, long long
             total[head] += weight;
             value[head] += weight * newest;
             if (share != head % LANES || item >= ITEMS || 2 * pair + head >= GROUP) continue;
-            const float y = total[head] > 0.0f ? __fdividef(value[head], total[head]) * value_scale : 0.0f;
+            const float sum = with_sink(total[head], sinks + 2 * pair + head, best[head]);
+            const float y = sum > 0.0f ? __fdividef(value[head], sum) * value_scale : 0.0f;
             const long long to = first_to + (2 * pair + head) * D + own;
             // Rounded to an element first, as another kernel would read it.
             if (RESULT_CODE) reinterpret_cast<u8*>(out)[to] = to_codes<RESULT_CODE>(to_float(to_element(y)) * to_code, 0.0f);

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from pelton.kernels.kv_write.triton_codes import encode, encode_keys
+from pelton.kernels.paged_attention.triton_attention import with_sink
 from pelton.kernels.rope_kv_write.triton_rope_kv_write import rotated
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -41,6 +42,7 @@ def decode(
     v_scale,
     k_shift,
     k_queries,
+    sinks,
     out,
     counters,
     partial,
@@ -174,12 +176,16 @@ def decode(
     if v_scale is not None:
         acc *= value_scale
     to = out + (b * (KV_HEADS * GROUP) + head)[:, None] * D + d[None, :]
+    # Of a group's rows beyond its heads, its last head's sink.
+    own_sink = tl.minimum(head, kv_head * GROUP + GROUP - 1)
     if not SHARED:
         # A sequence without keys (padding) has no sum.
+        total = with_sink(total, best, sinks, own_sink)
         y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         y = encode(y.to(element), y_scale, out.dtype.element_ty)
         tl.store(to, y, mask=valid[:, None] & in_head[None, :])
     elif programs == 1:
+        total = with_sink(total, best, sinks, own_sink)
         y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         y = encode(y.to(element), y_scale, out.dtype.element_ty)
         tl.store(to, y, mask=valid[:, None] & in_head[None, :])
@@ -202,6 +208,8 @@ def decode(
                 splits,
                 programs,
                 y_scale,
+                sinks,
+                KV_HEADS,
                 GROUP,
                 GROUP_ROWS,
                 D,
@@ -220,6 +228,8 @@ def _join(
     splits,
     programs,
     y_scale,
+    sinks,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -253,6 +263,7 @@ def _join(
         total = total * shrink + tl.sum(weight * n, 0)
         acc = acc * shrink[:, None] + tl.sum(x * weight[:, :, None], 0)
         best = new_best
+    total = with_sink(total, best, sinks, group % KV_HEADS * GROUP + tl.minimum(row, GROUP - 1))
     y = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(
         out + (group * GROUP + row)[:, None] * D + d[None, :],
