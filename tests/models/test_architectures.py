@@ -65,7 +65,8 @@ def test_logits_equal_transformers(make: Callable[..., Any], options: dict[str, 
 
 
 def test_every_registered_architecture_has_a_tiny_model() -> None:
-    assert set(ARCHITECTURES) - set(zoo.ZOO) == {"Gemma3ForConditionalGeneration"}
+    shipped = {name for name in ARCHITECTURES if isinstance(ARCHITECTURES[name], str)}
+    assert shipped - set(zoo.ZOO) == {"Gemma3ForConditionalGeneration"}
 
 
 @pytest.mark.parametrize(

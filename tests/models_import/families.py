@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.25},
     "gptj": {**_GPT, "rotary_dim": 8},
     "granite": {"logits_scaling": 8.0, "residual_multiplier": 0.22, "embedding_multiplier": 12.0},
+    "granite_swa": {"sliding_window": 16, "layer_types": _MIXED, "layer_rope_theta": [10000.0, 5e5, 10000.0]},
     "helium": {"head_dim": 16},
     "nemotron": {},
     "olmo": {"clip_qkv": 0.5},

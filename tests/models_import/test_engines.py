@@ -21,6 +21,7 @@ ALWAYS = (
     "gpt_neox",
     "gptj",
     "granite",
+    "granite_swa",
     "nemotron",
     "olmo",
     "opt",

@@ -31,6 +31,7 @@ def config_of(model_type: str, architecture: str, **fields: Any) -> dict[str, An
         ("mamba", "MambaForCausalLM", {}, "keeps a recurrent state"),
         ("qwen2_moe", "Qwen2MoeForCausalLM", {}, "mixture of experts"),
         ("mixtral", "MixtralForCausalLM", {}, "mixture of experts"),
+        ("gpt_oss", "GptOssForCausalLM", {}, "mixture of experts"),
         ("t5", "T5ForConditionalGeneration", {}, "encoder-decoder"),
         ("bert", "BertModel", {}, "architecture BertModel, but"),
         ("diffllama", "DiffLlamaForCausalLM", {}, "calls attention 6 times for its 3 layers"),
@@ -84,18 +85,22 @@ def test_learned_positions_bound_the_length() -> None:
         create_model(config, max_seq_len=129)
 
 
-def test_a_head_that_does_not_depend_on_the_interface_is_not_trusted() -> None:
-    """An attention argument that Pelton's attention lacks is refused, not dropped."""
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("alibi_slopes", "gives attention 'alibi_slopes'"), ("s_aux", r"sinks of shape \[64\], not one a head")],
+)
+def test_what_attention_is_given_and_does_not_have_is_refused(argument: str, message: str) -> None:
+    """Not dropped."""
     model = make_model("olmo2")
     config = config_dict(model)
     original = transformers.models.olmo2.modeling_olmo2.Olmo2Attention.forward
 
-    def with_sinks(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs, s_aux=self.q_norm.weight)
+    def with_more(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs, **{argument: self.q_norm.weight})
 
-    transformers.models.olmo2.modeling_olmo2.Olmo2Attention.forward = with_sinks
+    transformers.models.olmo2.modeling_olmo2.Olmo2Attention.forward = with_more
     try:
-        with pytest.raises(CheckpointError, match="gives attention 's_aux'"):
+        with pytest.raises(CheckpointError, match=message):
             create_model(config, max_seq_len=96)
     finally:
         transformers.models.olmo2.modeling_olmo2.Olmo2Attention.forward = original

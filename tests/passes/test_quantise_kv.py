@@ -16,6 +16,7 @@ from tests.ir.graph_forward import graph_forward
 from tests.models import zoo
 from tests.models.oracle import load_ours, relative_error, texts
 from tests.models.paged import PagedRunner, run_packed
+from tests.models.sink_model import sink_model
 from tests.passes.support import FLOAT32, ops
 
 ARCHITECTURES = {"llama": zoo.llama, "qwen3": zoo.qwen3, "gemma2": zoo.gemma2, "gpt2": zoo.gpt2}
@@ -97,6 +98,37 @@ def test_keys_less_a_vector_give_the_same_logits(architecture: str) -> None:
     assert quantise_kv.run(graph, context).changed
     graph.module.recompile()
     assert relative_error(run(model, graph, torch.float32), want) < 1e-5
+
+
+@pytest.mark.parametrize("make", [sink_model, lambda: load_ours(zoo.gemma2())], ids=["sinks", "capped"])
+def test_keys_are_stored_as_they_are_where_softmax_would_see_a_vector_less(make: Any) -> None:
+    model = make()
+    want = torch.cat(run_packed(PagedRunner(model), texts((14, 9))))
+    graph = trace(model, max_seq_len=64, block_size=4)
+    ones = {i: ([1.0] * kv.num_kv_heads,) * 2 for i, kv in enumerate(model.layer_kv())}
+    report = quantise_kv.run(graph, replace(FLOAT32, kv_scales=ones, key_rounding=rounding(model)))
+    assert report.changed
+    assert "would see a shift" in report.note
+    writes = [n for n in graph.calls if op_name(n) == "kv_write"]
+    assert all(argument(n, "k_scale") is not None and argument(n, "k_shift") is None for n in writes)
+    graph.module.recompile()
+    assert relative_error(run(model, graph, torch.float32), want) < 1e-5
+
+
+def test_fused_ops_take_sinks_along() -> None:
+    model = sink_model()
+    graph = trace(model, max_seq_len=64, block_size=4, kv_dtype="int8")
+    quantise_kv.run(graph, replace(FLOAT32, kv_scales=measured(model, 127.0)))
+    graph.module.recompile()
+    want = run(model, graph, torch.int8)
+    for fuse in (rope_kv_write, rope_paged_attention):
+        assert fuse.run(graph, FLOAT32).changed
+        verify(graph)
+        graph.module.recompile()
+        assert torch.equal(run(model, graph, torch.int8), want)
+    fused = [n for n in graph.calls if op_name(n) == "rope_paged_attention"]
+    names = [graph.input_of(argument(n, "sinks")).name for n in fused]
+    assert names == [f"model.layers.{i}.self_attn.sinks" for i in range(2)]
 
 
 def test_caches_without_scales_are_left_alone() -> None:

@@ -1,8 +1,10 @@
-"""Self-attention over the paged KV cache: GQA/MQA, biases, q/k norm, window, soft-cap."""
+"""Self-attention over the paged KV cache: GQA/MQA, biases, q/k norm, window, soft-cap, sinks."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+import torch
 
 from pelton.nn import functional as F
 from pelton.nn.layers import Linear, RMSNorm
@@ -23,7 +25,9 @@ class Attention(Module):
 
     ``head_dim`` is independent of ``hidden_size``. ``scale`` multiplies q.k (default
     ``head_dim ** -0.5``); ``window`` > 0 lets a query see itself and ``window - 1`` tokens before;
-    ``softcap`` > 0 caps scores. ``q_norm`` and ``k_norm`` normalise each head before the rotation.
+    ``softcap`` > 0 caps scores. ``q_norm`` and ``k_norm`` normalise each head before the rotation. ``sinks``:
+    each query head has a learned logit, the parameter ``sinks`` (num_heads), that joins its softmax and
+    attends to nothing (gpt-oss: OpenAI, 2025).
     ``packed``: the checkpoint (Phi-3, GPT-2), or the pass ``fuse_qkv``, stacks q, k and v in one
     projection ``qkv_proj``.
     """
@@ -42,6 +46,7 @@ class Attention(Module):
         softcap: float = 0.0,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        sinks: bool = False,
         packed: bool = False,
     ) -> None:
         super().__init__()
@@ -64,6 +69,9 @@ class Attention(Module):
             self.q_norm = q_norm
         if k_norm is not None:
             self.k_norm = k_norm
+        self.has_sinks = sinks
+        if sinks:
+            self.sinks = torch.nn.Parameter(torch.empty(num_heads))
         self.has_qk_norm = q_norm is not None and k_norm is not None
         self.key_factors: Any | None = None
         """(num_kv_heads, head_dim) that the pass ``smooth_keys`` has divided the keys by; None: nothing."""
@@ -88,6 +96,7 @@ class Attention(Module):
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            sinks_H=self.sinks if self.has_sinks else None,
         )
         return self.o_proj(out_THD.view(-1, self.num_heads * self.head_dim))
 

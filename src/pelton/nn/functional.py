@@ -76,11 +76,11 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks_H: Any | None = None,
 ) -> Any:
     """Causal attention over the paged cache -> (T, H, D)."""
-    return _ops.paged_attention(
-        q_THD, k_cache, v_cache, block_table_BM, cu_seqlens, seq_lens_B, scale, window, softcap
-    )
+    step = block_table_BM, cu_seqlens, seq_lens_B
+    return _ops.paged_attention(q_THD, k_cache, v_cache, *step, scale, window, softcap, *[None] * 4, sinks_H)
 
 
 def to_float32(x: Any) -> Any:

@@ -21,7 +21,8 @@ NAME = "pelton"
 
 LIBRARY = torch.library.Library("pelton_import", "DEF")
 LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, float scale, int window, float softcap, int layer) -> Tensor"
+    "attention(Tensor q, Tensor k, Tensor v, float scale, int window, float softcap, int layer, "
+    "Tensor? sinks) -> Tensor"
 )
 
 #: Arguments that say nothing about the result here: no cache, no dropout, masks and positions elsewhere.
@@ -97,9 +98,10 @@ def attention(
 ) -> tuple[Any, None]:
     """The attention function of ``transformers``' AttentionInterface.
 
-    ``query``: (1, heads, T, D); ``key``, ``value``: (1, kv_heads, T, D) -> (1, T, heads, D).
+    ``query``: (1, heads, T, D); ``key``, ``value``: (1, kv_heads, T, D) -> (1, T, heads, D). ``s_aux``
+    among ``kwargs``: (heads,), sinks.
     """
-    scale, softcap = kwargs.pop("scaling", None), kwargs.pop("softcap", None)
+    scale, softcap, sinks = (kwargs.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     calls = CALLS.get()
     if not isinstance(attention_mask, Mask):
         raise NotImportable("makes its attention mask by itself")
@@ -108,6 +110,8 @@ def attention(
     for name, given in kwargs.items():
         if given is not None and name not in _INERT:
             raise NotImportable(f"gives attention {name!r}, which Pelton's attention does not have")
+    if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+        raise NotImportable(f"gives attention sinks of shape {list(sinks.shape)}, not one a head")
     calls.append(module)
     out = torch.ops.pelton_import.attention(
         query,
@@ -117,6 +121,7 @@ def attention(
         attention_mask.window,
         float(softcap or 0.0),
         len(calls) - 1,
+        sinks,
     )
     return out, None
 

@@ -141,15 +141,28 @@ class _Packing:
         return getattr(getattr(aten, name[:-1]), target._overloadname, None)  # type: ignore[union-attr]
 
     def _attention(
-        self, q: Value, k: Value, v: Value, scale: float, window: int, softcap: float, layer: int
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        scale: float,
+        window: int,
+        softcap: float,
+        layer: int,
+        sinks: Value | None,
     ) -> Value:
-        """``(1, H, T, D)`` each -> ``(1, T, H, D)``."""
+        """``(1, H, T, D)`` each, ``sinks`` ``(H,)`` -> ``(1, T, H, D)``."""
         pelton, step, g = torch.ops.pelton, self._step, self._groups[layer]
         q_THD, k_THD, v_THD = (self._out.arrange(x, (2, 1, 3)) for x in (q, k, v))
         caches = step[f"k_cache.{layer}"], step[f"v_cache.{layer}"]
         self._out.call(pelton.kv_write.default, k_THD, v_THD, *caches, step[f"slot_mapping.{g}"])
         rest = (step[f"{name}.{g}"] for name in ("block_table", "cu_seqlens", "seq_lens"))
-        out = self._out.call(pelton.paged_attention.default, q_THD, *caches, *rest, scale, window, softcap)
+        args: list[Any] = [q_THD, *caches, *rest, scale, window, softcap]
+        if isinstance(sinks, torch.Tensor):
+            raise CannotPack("has sinks that are no weight")
+        if sinks is not None:
+            args += [*[None] * 4, self._out.arrange(sinks, (0,))]
+        out = self._out.call(pelton.paged_attention.default, *args)
         return Value(out, (None, 0, 1, 2))
 
     def _logits(self, node: Any) -> None:
