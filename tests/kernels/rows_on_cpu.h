@@ -59,10 +59,6 @@ inline void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], float (*val
 
 }  // namespace cpu
 
-inline u32 __reduce_max_sync(u32 all, u32 x) {
-    for (int i = 1; i < 32; i *= 2) x = max(x, __shfl_xor_sync(all, x, i));
-    return x;
-}
 inline void prefetch_map(const TensorMap*) {}
 inline void copy_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
     cpu::copy_box(target, map, barrier, {x, y, 0});
