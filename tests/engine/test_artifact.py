@@ -16,6 +16,7 @@ import pytest
 
 from pelton.engine.artifact import FORMAT_VERSION, Engine, Manifest, file_sha256, open_engine
 from pelton.engine.config import EngineConfig
+from pelton.engine.cuda.code import Code
 from pelton.engine.plan import Plan
 from pelton.engine.session import Session
 from pelton.errors import EngineError
@@ -178,7 +179,11 @@ def tiny_shard(engine: Path) -> None:
         (no_manifest, "is not an engine: it has no manifest.json"),
         (broken_manifest, "is damaged: manifest.json: .*copy the engine again or rebuild it"),
         (manifest_of_other_type, "is damaged: manifest.json: Expected `array`"),
-        (set_manifest("format_version", 9), r"engine format 9, newer than this Pelton reads \(3\); upgrade"),
+        (set_manifest("format_version", 9), r"engine format 9, newer than this Pelton reads \(4\); upgrade"),
+        (
+            set_manifest("format_version", 3),
+            r"has engine format 3, which this Pelton no longer reads \(4\); rebuild the engine",
+        ),
         (format_1, "has engine format 1, which this Pelton no longer reads.*rebuild the engine"),
         (
             set_manifest("target", "tpu"),
@@ -283,13 +288,13 @@ def test_an_engine_moves(engine: Path, tmp_path: Path) -> None:
         assert session.config.model.name == "tiny"
 
 
-#: SHA-256 of what ``config.json`` and ``plan.json`` may hold, by format version.
-SCHEMAS = {3: "9ae783a3c343e08b5659147d8ac7038cb5bcc5506358f1ef372be9c47031abdc"}
+#: SHA-256 of what the files of an engine may hold, by format version.
+SCHEMAS = {4: "5918a6bc379fd40ac505c9474f757af3a937c75b755f245e78c838c483d579f3"}
 
 
 def test_another_content_of_the_files_is_another_format() -> None:
     # An engine with other fields than this Pelton's cannot be read: its users must be told so by the version.
-    _, components = msgspec.json.schema_components((EngineConfig, Plan, Manifest))
+    _, components = msgspec.json.schema_components((EngineConfig, Plan, Manifest, Code))
     names = {
         name: sorted(schema.get("properties", ()))
         for name, schema in components.items()
