@@ -69,7 +69,7 @@ def answers(engine: Path, prompts: Sequence[Sequence[int]], params: Any) -> list
 
 @pytest.mark.parametrize("where", ["thread", "process"])
 def test_streams_go_on_with_the_new_weights(old: Path, new: Path, where: str) -> None:
-    async def main() -> tuple[list[list[int]], list[int], list[int], list[Any]]:
+    async def main() -> tuple[list[list[int]], list[int], list[int], list[Any], int]:
         async with opened(old, where) as llm:
             before = await llm.generate(CACHED, SHORT)
             assert (await llm.generate(CACHED, SHORT)).num_cached_tokens > 0, "it is cached"
@@ -94,13 +94,17 @@ def test_streams_go_on_with_the_new_weights(old: Path, new: Path, where: str) ->
             again = await llm.generate(CACHED, SHORT)
             assert await asyncio.gather(*readers) == ["length"] * STREAMS
             assert llm.stats().weight_epoch == 1
-            assert llm.stats().preemptions >= STREAMS
             assert [g.used_blocks for g in llm.stats().kv_groups] == [0]
             assert llm.health().ok
-            return got, at_call, at_return, [before, after, again]
+            return got, at_call, at_return, [before, after, again], llm.stats().preemptions
 
-    got, at_call, at_return, (before, after, again) = asyncio.run(main())
-    assert max(at_return) < LENGTH, "the refit came too late to be a test"
+    # On a busy machine the executor may be through with the streams before this process asks for the refit.
+    for _ in range(6):
+        got, at_call, at_return, (before, after, again), preemptions = asyncio.run(main())
+        if max(at_return) < LENGTH and preemptions >= STREAMS:
+            break
+    else:
+        pytest.fail(f"the refit came too late to be a test, or stopped {preemptions} of {STREAMS} streams")
     assert [len(tokens) for tokens in got] == [LENGTH] * STREAMS
     # New requests see the new weights, and no block of the old ones.
     fresh = answers(new, [CACHED], SHORT)[0]
