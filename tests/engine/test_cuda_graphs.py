@@ -66,6 +66,8 @@ def test_every_small_step_fits_into_what_it_is_padded_to(null: NullLibrary) -> N
                         assert tokens <= found.tokens <= 160
                         assert sequences <= found.sequences <= 20
                         assert rows <= found.rows <= 20
+                        assert found.dims["B+1"] == found.dims["B"] + 1 == found.sequences + 1
+                        assert (found.dims["T"], found.dims["N"]) == (found.tokens, found.rows)
 
 
 def test_decode_steps_are_captured_at_once_and_others_when_they_come_again(null: NullLibrary) -> None:
