@@ -32,6 +32,7 @@ def build_paper_engine(path: Path, checkpoint: Checkpoint | None = None, **setti
     """A tiny engine for ``sm_90``; nothing is compiled and nothing checked."""
     config = {"target": "sm_90", "max_batch_size": 4, "max_num_tokens": 128, **settings}
     with (
+        mock.patch("pelton.builder.build.check_compilers"),
         mock.patch.object(cubins, "compile_kernel", paper_cubin),
         mock.patch.object(cubins, "cores", return_value=1),
     ):

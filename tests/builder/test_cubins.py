@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pelton.builder import cubins
+from pelton.builder.build import build
 from pelton.builder.cubins import CodeWriter, Cubin, compile_kernel
-from pelton.errors import BuildError, PeltonError
+from pelton.engine.config import BuildConfig
+from pelton.errors import BuildError, ConfigError, MissingDependencyError, PeltonError
+from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import KernelSource, LaunchSpec, Source
+from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 
 KERNEL = KernelSource(
     module="none", function="tile", types=(), constants=(("BLOCK", 64), ("STAGES", 5)), num_stages=2
@@ -63,3 +69,56 @@ def test_what_does_not_compile_is_named_or_raised(monkeypatch: pytest.MonkeyPatc
     assert [bool(k.file) for k in code.kernels[:2]] == [True, False]
     with pytest.raises(BuildError, match="bad does not compile"):
         writer.write(tmp_path / "raised", lambda *_: None)
+
+
+# ---- Compilers that are not here ----
+
+GPU = BuildConfig(target="sm_90", quant="gptq-int4")
+
+
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+
+
+def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc.library.cache_clear()
+    monkeypatch.setattr(nvrtc.shared_library, "find", lambda names, package: None)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ([no_triton], r"with Triton, which is not here \(.*\); install it with: pip install triton$"),
+        ([no_nvrtc], r"NVRTC, which compiles them, is not here; .*: pip install nvidia-cuda-nvrtc$"),
+        ([no_triton, no_nvrtc], r"Triton and NVRTC, and neither is here; .*: pip install 'pelton\[cuda\]'$"),
+    ],
+    ids=["triton", "nvrtc", "both"],
+)
+def test_a_compiler_that_is_not_here_is_missed_before_anything_is_read(
+    missing: list[Callable[[pytest.MonkeyPatch], None]],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A recipe with calibration would read weights first of all."""
+    if no_triton not in missing:
+        pytest.importorskip("triton")
+    if no_nvrtc not in missing and not nvrtc.available():
+        pytest.skip("NVRTC (nvidia-cuda-nvrtc) is not here")
+    for take_away in missing:
+        take_away(monkeypatch)
+    checkpoint, stages = RandomCheckpoint(TINY_LLAMA), []
+    monkeypatch.setattr(checkpoint, "read", None)
+    with pytest.raises(MissingDependencyError, match=message):
+        build(checkpoint, GPU, output=tmp_path / "e", progress=lambda stage, *_: stages.append(stage))
+    assert set(stages) <= {"open"}
+    assert list(tmp_path.iterdir()) == []
+    report = build(checkpoint, GPU, output=tmp_path / "e", dry_run=True)
+    assert report.machine is not None and report.machine.expected_seconds > 0, "a dry run compiles nothing"
+
+
+def test_an_unknown_target_is_refused_before_calibration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown target 'gpu'"):
+        build(
+            RandomCheckpoint(TINY_LLAMA), BuildConfig(target="gpu", quant="gptq-int4"), output=tmp_path / "e"
+        )

@@ -13,6 +13,7 @@ from pelton.builder.budget import plan_budget
 from pelton.builder.check import check_engine
 from pelton.builder.clock import Clock, Progress
 from pelton.builder.compile import Compiled, compile_model
+from pelton.builder.cubins import check_compilers
 from pelton.builder.directory import check_output, check_space, engine_directory
 from pelton.builder.dry_run import HeadersOnly, dry_report
 from pelton.builder.eager import EagerReference, Reference
@@ -30,7 +31,7 @@ from pelton.builder.quantized_input import kv_dtype_of, quantized_input
 from pelton.builder.report import BuildReport, QualityReport
 from pelton.builder.selection import runs_on_this_cpu
 from pelton.builder.summary import build_report, engine_config, machine_report
-from pelton.builder.target import device_of, gpu_available, sm_of
+from pelton.builder.target import device_of, gpu_available, resolve_target, sm_of
 from pelton.builder.timing_cache import encode
 from pelton.builder.weights import write_weights
 from pelton.dtypes import KV_CODES
@@ -70,8 +71,9 @@ def build(
 
     ``gate`` measures the engine on text, and may require how close it is to the unquantised model.
 
-    Raises ``CheckpointError``, ``ConfigError`` (a setting, or not enough memory) or ``BuildError``
-    (the engine's results are wrong, or beyond the gate); ``output`` is then as it was.
+    Raises ``CheckpointError``, ``ConfigError`` (a setting, or not enough memory), ``MissingDependencyError``
+    (a compiler) or ``BuildError`` (the engine's results are wrong, or beyond the gate); ``output`` is then as
+    it was.
     """
     if gate is not None:
         gate.check()
@@ -85,6 +87,9 @@ def build(
         with clock("open"):
             base = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         wanted = config or BuildConfig()
+        if not dry_run and device_of(resolve_target(wanted.target, [])) == "cuda":
+            with clock("open"):
+                check_compilers()
         if wanted.kv_dtype is None:
             wanted = msgspec.structs.replace(wanted, kv_dtype=kv_dtype_of(wanted.quant))
         with clock("quantise" if wanted.quant else "open"):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pelton.engine.cuda.code import Code, Kernel, Launch, Matmul, Variants
 from pelton.engine.cuda.code import Work as StoredWork
@@ -44,6 +45,40 @@ class Cubin:
     shared: int
     scratch: int = 0
     """Trailing pointer parameters that the compiler added."""
+
+
+def check_compilers() -> None:
+    """Load the compilers of kernels; ``MissingDependencyError`` where one is not here.
+
+    Every engine for GPUs needs both: what picks its tokens is in CUDA C++, what edits its logits in Triton.
+    """
+    missing = []
+    for load in (_triton, nvrtc.library):
+        try:
+            load()
+        except MissingDependencyError as error:
+            missing.append(str(error))
+    if len(missing) > 1:
+        raise MissingDependencyError(
+            "engines for GPUs are compiled with Triton and NVRTC, and neither is here; install them with: "
+            "pip install 'pelton[cuda]'"
+        )
+    if missing:
+        raise MissingDependencyError(missing[0])
+
+
+def _triton() -> Any:
+    """The module. Raises ``MissingDependencyError``."""
+    try:
+        import triton
+        import triton.backends.compiler
+        import triton.compiler
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"engines for GPUs are compiled with Triton, which is not here ({error}); "
+            "install it with: pip install triton"
+        ) from error
+    return triton
 
 
 def compile_kernel(source: Source, sm: int) -> Cubin:
@@ -82,15 +117,7 @@ def _compile_cuda(source: CudaSource, sm: int) -> Cubin:
 
 
 def _compile_triton(source: KernelSource, sm: int) -> Cubin:
-    try:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"engines for GPUs are compiled with Triton, which is not here ({error}); "
-            "install it with: pip install triton"
-        ) from error
+    triton = _triton()
     function = getattr(importlib.import_module(source.module), source.function)
     types, constants = dict(source.types), dict(source.constants)
     if source.dependent:
@@ -103,8 +130,8 @@ def _compile_triton(source: KernelSource, sm: int) -> Cubin:
     }
     try:
         compiled = triton.compile(
-            ASTSource(function, signature, constants, attributes),
-            target=GPUTarget("cuda", sm, 32),
+            triton.compiler.ASTSource(function, signature, constants, attributes),
+            target=triton.backends.compiler.GPUTarget("cuda", sm, 32),
             options={"num_warps": source.num_warps, "num_stages": source.num_stages},
         )
     except Exception as error:
