@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +74,24 @@ def test_what_does_not_compile_is_named_or_raised(monkeypatch: pytest.MonkeyPatc
     assert [bool(k.file) for k in code.kernels[:2]] == [True, False]
     with pytest.raises(BuildError, match="bad does not compile"):
         writer.write(tmp_path / "raised", lambda *_: None)
+
+
+def test_an_interrupted_build_ends_its_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def sleeper() -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(cubins, "_compiler", sleeper)
+    monkeypatch.setattr(cubins, "cores", lambda: 2)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    before = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        cubins.compile_all([dataclasses.replace(KERNEL, function=f"k{i}") for i in range(8)], 90)
+    assert time.monotonic() - before < 30
+    assert [child.poll() for child in children] == [-signal.SIGKILL] * 2
 
 
 # ---- Compilers that are not here ----

@@ -113,19 +113,40 @@ def test_threads_share_the_model(llm: LLM) -> None:
     assert blocks_used(llm) == 0
 
 
-def test_ctrl_c_leaves_the_model_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def heeds_sigterm() -> Iterator[None]:
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(143)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_leaves_the_model_usable(
+    number: int, error: type[BaseException], llm: LLM, heeds_sigterm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = llm.generate("Hello", GREEDY)[0].outputs[0].text
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
     step = llm._executor.step
+    within = 0
 
     def slow_step() -> object:
+        nonlocal within
+        within += 1
         time.sleep(0.01)
-        return step()
+        result = step()
+        within -= 1
+        return result
 
     monkeypatch.setattr(llm._executor, "step", slow_step)
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         llm.generate("Hello again", pelton.SamplingParams(max_tokens=200))
+    assert within == 0, "no step was cut short"
     assert blocks_used(llm) == 0
     assert llm.generate("Hello", GREEDY)[0].outputs[0].text == expected
 

@@ -249,8 +249,15 @@ def compile_all(sources: Sequence[Source], sm: int) -> list[Cubin | PeltonError]
     # Processes of their own: a fork of one that runs threads may hang, and a spawned one would run
     # the caller's script again.
     shares = [list(sources[i::workers]) for i in range(workers)]
+    children: list[subprocess.Popen[bytes]] = []
     with ThreadPoolExecutor(workers) as pool:
-        done = list(pool.map(lambda share: _compile_elsewhere(share, sm), shares))
+        try:
+            children += [_compiler() for _ in shares]
+            done = list(pool.map(lambda child, share: _compile_elsewhere(child, share, sm), children, shares))
+        except BaseException:  # an interrupted build does not wait for them
+            for child in children:
+                child.kill()
+            raise
     return [done[i % workers][i // workers] for i in range(len(sources))]
 
 
@@ -261,19 +268,24 @@ def _compiled(source: Source, sm: int) -> Cubin | PeltonError:
         return error
 
 
-def _compile_elsewhere(sources: list[Source], sm: int) -> list[Cubin | PeltonError]:
-    """``_compiled`` of each, in another process. Raises ``BuildError`` where that dies."""
+def _compiler() -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(path for path in sys.path if path)
-    child = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", f"from {__name__} import work; work()"],
-        input=pickle.dumps((sources, sm)),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": paths},
-        check=False,
     )
+
+
+def _compile_elsewhere(
+    child: subprocess.Popen[bytes], sources: list[Source], sm: int
+) -> list[Cubin | PeltonError]:
+    """``_compiled`` of each, by ``child``. Raises ``BuildError`` where that dies."""
+    out, _ = child.communicate(pickle.dumps((sources, sm)))
     if child.returncode:
         raise BuildError(f"compiling GPU kernels failed (exit code {child.returncode}); see the lines above")
-    result: list[Cubin | PeltonError] = pickle.loads(child.stdout)
+    result: list[Cubin | PeltonError] = pickle.loads(out)
     return result
 
 

@@ -235,26 +235,25 @@ class LLM:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C within a step takes effect after it: half a step would leave the executor inconsistent."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield
-        return
-    interrupted = False
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        interrupted = True
-
-    signal.signal(signal.SIGINT, remember)
+    """Ctrl-C, and SIGTERM where it has a handler, take effect after a step: half of one would leave the
+    executor inconsistent."""
+    held: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        interrupt, end = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        if interrupt is signal.default_int_handler:
+            held[signal.SIGINT] = interrupt
+        if callable(end):
+            held[signal.SIGTERM] = end
+    came: list[int] = []
+    for number in held:
+        signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupted:
-        raise KeyboardInterrupt
+        for number, handler in held.items():
+            signal.signal(number, handler)
+    for number in came:
+        held[number](number, None)
 
 
 def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -12,10 +12,14 @@ import contextlib
 import errno
 import importlib
 import io
+import math
 import os
+import signal
 import sys
+import time
 import warnings
 from collections.abc import Sequence
+from types import FrameType
 from typing import NoReturn
 
 import click
@@ -23,6 +27,10 @@ import click
 import pelton
 from pelton.errors import PeltonError
 
+#: Exit code after SIGTERM: what shells say of a process that it killed.
+_ENDED = 128 + signal.SIGTERM
+#: Seconds in which a second SIGTERM counts as the first.
+_TWICE = 2.0
 #: name -> (module, one line for ``pelton --help``), in the order of the help page.
 COMMANDS = {
     "run": ("pelton.serving.cli.run", "Answer one prompt and exit."),
@@ -53,7 +61,12 @@ The first minute:
 MODEL is an engine directory, a Hugging Face folder, a GGUF file or a hub id (org/name). Anything but
 an engine is built once and kept in the cache ($PELTON_CACHE, by default the user's cache folder).
 
-Exit codes: 0 done, 1 failed, 2 the command or its input is wrong, 130 interrupted."""
+Exit codes: 0 done, 1 failed, 2 the command or its input is wrong, 130 interrupted (Ctrl-C),
+143 ended by SIGTERM (a server: 0, once it has drained)."""
+
+
+class _Ended(SystemExit):
+    """SIGTERM came: what is half-made is removed on the way out, as after Ctrl-C."""
 
 
 class _LazyGroup(click.Group):
@@ -158,6 +171,9 @@ def run_command(args: Sequence[str]) -> int:
             if sys.stderr.isatty():
                 print(file=sys.stderr)  # the shell's prompt gets a line of its own
             return 130
+        except _Ended:
+            _say("ended by SIGTERM before it was done.")
+            return _ENDED
         except BrokenPipeError:
             return _broken_pipe()
         except PeltonError as error:
@@ -184,11 +200,29 @@ def run_command(args: Sequence[str]) -> int:
         return _broken_pipe()
     except KeyboardInterrupt:
         return 130
+    except _Ended:
+        return _ENDED
+
+
+def _heed_sigterm() -> None:
+    """Let SIGTERM raise ``_Ended``; servers take it over."""
+    last = -math.inf
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        # timeout(1) sends it twice at once, and the second would interrupt the cleaning up.
+        if last - before > _TWICE:
+            raise _Ended(_ENDED)
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, end)
 
 
 def main() -> NoReturn:
-    """Entry point of the ``pelton`` command."""
+    """Run the process's own command line and exit (``pelton.__main__`` has the entry point)."""
     _mend_streams()
+    _heed_sigterm()
     code = run_command(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
