@@ -363,6 +363,7 @@ inline float2 get_2(u32 at) { return shared_value<float2>(at); }
 inline float get(u32 at) { return shared_value<float>(at); }
 inline u32 get_half(u32 at) { return shared_value<unsigned short>(at); }
 inline u32 get_byte(u32 at) { return shared_value<unsigned char>(at); }
+inline void put_2(u32 at, float x, float y) { shared_value<float2>(at) = {x, y}; }
 inline void put(u32 at, float v) { shared_value<float>(at) = v; }
 inline void put_4(u32 at, u32 x, u32 y, u32 z, u32 w) { shared_value<uint4>(at) = {x, y, z, w}; }
 inline void put_to(u32 at, int rank, float v) { shared_value<float>(at, rank) = v; }

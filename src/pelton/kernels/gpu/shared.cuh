@@ -36,6 +36,9 @@ DEVICE void load_matrices(u32 (&x)[4], u32 at) {
                  : "r"(at)
                  : "memory");
 }
+DEVICE void put_2(u32 at, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
+}
 DEVICE void put(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
 // In the shared memory of the cluster's block `rank`.
 DEVICE void put_to(u32 at, int rank, float v) {

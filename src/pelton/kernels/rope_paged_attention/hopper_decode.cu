@@ -116,11 +116,11 @@ extern "C" __global__ void __launch_bounds__(BOUND) __cluster_dims__(CLUSTER, 1,
     const int rank = blockIdx.x, kv_head = blockIdx.y;
     const long long b = blockIdx.z;
     if (threadIdx.x == 0) {
-        barrier_init(base + BARRIER_AT, 1 + 32);  // what is sent, and the lanes of the new key's warp
+        barrier_init(base + BARRIER_AT, ARRIVALS);
         barrier_init_fence();
     }
     __syncthreads();  // so that racecheck sees their order: it takes the first for the whole warp's
-    if (threadIdx.x == 0) barrier_expect(base + BARRIER_AT, SENT_BYTES);
+    if (CLUSTER > 1 && threadIdx.x == 0) barrier_expect(base + BARRIER_AT, SENT_BYTES);
     cluster_arrive();
     const float* turn = cos_sin + b * (2 * TURN);
     // A layer's weights have pushed the angles out of L2 since the layer before.

@@ -26,6 +26,9 @@ constexpr u32 PART_BYTES = 8 * PAIRS * OWN + 32;  // four parts' are read at onc
 constexpr u32 PARTS_AT = WARPS * STAGES * STAGE_BYTES, SUMS_AT = PARTS_AT + PARTS * PART_BYTES;
 constexpr u32 NEW_AT = SUMS_AT + PARTS * 16 * PAIRS, VALUE_AT = NEW_AT + 64, BARRIER_AT = VALUE_AT + 4 * D;
 constexpr u32 SENT_BYTES = PARTS * (8 * PAIRS * OWN + 16 * PAIRS);  // to each block
+// At the barrier arrive the lanes of the new key's warp and the thread that says how many bytes are sent to the block,
+// or, of a block that is alone, the lanes of all warps.
+constexpr u32 ARRIVALS = 32 + (CLUSTER == 1 ? 32 * WARPS : 1);
 
 // Of a matrix of 8 x 8, whose rows are held by four lanes each.
 DEVICE u32 transposed(u32 x) {
@@ -60,6 +63,17 @@ DEVICE void send_4(float x, float y, float z, float w, u32 there, u32 barrier) {
                      there),
                  "f"(x), "f"(y), "f"(z), "f"(w), "r"(barrier)
                  : "memory");
+}
+
+// To the same address of block `rank`, known there when its barrier's phase is over. A block that is alone just stores:
+// what it sent to itself compute-sanitizer would take for an access beyond the cluster.
+DEVICE void hand_2(float x, float y, u32 address, u32 barrier, int rank) {
+    if (CLUSTER == 1) put_2(address, x, y);
+    else send_2(x, y, mapped(address, rank), mapped(barrier, rank));
+}
+DEVICE void hand_4(float x, float y, float z, float w, u32 address, u32 barrier, int rank) {
+    if (CLUSTER == 1) put_4(address, __float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w));
+    else send_4(x, y, z, w, mapped(address, rank), mapped(barrier, rank));
 }
 
 // In units of log2(e), so that exp2 of it costs no multiplication of its own.
@@ -180,16 +194,16 @@ struct Part {
             const int pair = 4 * n + lane % 4;
             if (pair >= PAIRS) continue;
             if (row < CLUSTER)
-                send_4(best[n][0], sums[0], best[n][1], sums[1],
-                       mapped(base + SUMS_AT + 16 * (part * PAIRS + pair), row), mapped(base + BARRIER_AT, row));
+                hand_4(best[n][0], sums[0], best[n][1], sums[1], base + SUMS_AT + 16 * (part * PAIRS + pair),
+                       base + BARRIER_AT, row);
 #pragma unroll
             for (int eight = 0; eight < D / 8; ++eight) {
                 const int rank = first_of(eight) / OWN, own = dimension(eight) % OWN;
-                send_2(out[n][eight / 2][eight % 2 * 2], out[n][eight / 2][eight % 2 * 2 + 1],
-                       mapped(base + PARTS_AT + part * PART_BYTES + 8 * pair * OWN, rank) + 8 * own,
-                       mapped(base + BARRIER_AT, rank));
+                hand_2(out[n][eight / 2][eight % 2 * 2], out[n][eight / 2][eight % 2 * 2 + 1],
+                       base + PARTS_AT + part * PART_BYTES + 8 * (pair * OWN + own), base + BARRIER_AT, rank);
             }
         }
+        if (CLUSTER == 1) barrier_arrive(base + BARRIER_AT);
     }
 };
 
