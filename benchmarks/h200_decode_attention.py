@@ -256,7 +256,7 @@ def main() -> None:
     )
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--page", type=int, default=16)
-    parser.add_argument("--kv-dtype", default="bfloat16")
+    parser.add_argument("--kv-dtype", choices=("bfloat16", *KV_CODES), default="bfloat16")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
     parser.add_argument("--writes", default="")
