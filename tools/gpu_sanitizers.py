@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (.*)")
-#: Kernels of cuBLASLt, which "unpack" calls too, are not ours; racecheck has much to say of hand-made barriers.
+#: cuBLASLt's kernels ("unpack" calls them too) are not ours; racecheck says much of hand-made barriers.
 RACECHECK_SKIPS = ("cublaslt", "unpack")
 #: Tactics that share a process: a sanitizer takes seconds to start.
 _TOGETHER = 8
