@@ -179,10 +179,10 @@ def tiny_shard(engine: Path) -> None:
         (no_manifest, "is not an engine: it has no manifest.json"),
         (broken_manifest, "is damaged: manifest.json: .*copy the engine again or rebuild it"),
         (manifest_of_other_type, "is damaged: manifest.json: Expected `array`"),
-        (set_manifest("format_version", 9), r"engine format 9, newer than this Pelton reads \(4\); upgrade"),
+        (set_manifest("format_version", 9), r"engine format 9, newer than this Pelton reads \(5\); upgrade"),
         (
             set_manifest("format_version", 3),
-            r"has engine format 3, which this Pelton no longer reads \(4\); rebuild the engine",
+            r"has engine format 3, which this Pelton no longer reads \(5\); rebuild the engine",
         ),
         (format_1, "has engine format 1, which this Pelton no longer reads.*rebuild the engine"),
         (
@@ -289,7 +289,7 @@ def test_an_engine_moves(engine: Path, tmp_path: Path) -> None:
 
 
 #: SHA-256 of what the files of an engine may hold, by format version.
-SCHEMAS = {4: "5918a6bc379fd40ac505c9474f757af3a937c75b755f245e78c838c483d579f3"}
+SCHEMAS = {5: "6974ba3dba3c5acde483bff051b11fc99132832132ce6c685711f0fad497f757"}
 
 
 def test_another_content_of_the_files_is_another_format() -> None:

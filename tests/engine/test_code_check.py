@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -121,6 +122,17 @@ def test_edited_files_are_refused_when_a_session_opens(tmp_path: Path) -> None:
         code.write_bytes(code.read_bytes().replace(b'"scratch":2', b'"scratch":3', 1))
         with pytest.raises(EngineError, match=r"code\.json does not have the SHA-256"):
             Session(path, kv_blocks=8)
+
+
+def test_kernels_that_take_other_arguments_are_refused_when_a_session_opens(tmp_path: Path) -> None:
+    """Built by a Pelton whose kernels of sampling took theirs in another order."""
+    with mock.patch("pelton.builder.cubins.interface", return_value="another"):
+        path = build_paper_engine(tmp_path / "paper.engine")
+    with (
+        null_gpu(),
+        pytest.raises(EngineError, match=r"kernels .* take other arguments than .*; rebuild the engine$"),
+    ):
+        Session(path, kv_blocks=8)
 
 
 def places_of(value: Any) -> list[tuple[Any, Any]]:

@@ -21,8 +21,7 @@ from pelton.engine.resources import cores
 from pelton.errors import BuildError, MissingDependencyError, PeltonError
 from pelton.kernels.gpu import nvrtc
 from pelton.kernels.launch import CudaSource, KernelSource, LaunchSpec, Source, Work
-from pelton.kernels.sampling.cuda import edit_sources, sampler_sources
-from pelton.kernels.stage.cuda import stage_source
+from pelton.kernels.step_kernels import interface, step_sources
 
 #: Shared memory that a block may have, bytes, by compute capability.
 MAX_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -181,10 +180,7 @@ class CodeWriter:
         """The kernels, each once, in the order of first use."""
         variants = (v for by_tactic in self.launches for pair in by_tactic.values() for v in pair if v)
         found = (spec.kernel for works in variants for spec in works if isinstance(spec, LaunchSpec))
-        return list(dict.fromkeys((*found, *self._step_kernels().values())))
-
-    def _step_kernels(self) -> dict[str, Source]:
-        return {"stage": stage_source(), **sampler_sources(self.vocab), **edit_sources(self.vocab)}
+        return list(dict.fromkeys((*found, *step_sources(self.vocab).values())))
 
     def write(
         self,
@@ -232,12 +228,13 @@ class CodeWriter:
                 }
                 for by_tactic in self.launches
             ),
-            step_kernels={name: index[source] for name, source in self._step_kernels().items()},
+            step_kernels={name: index[source] for name, source in step_sources(self.vocab).items()},
             dependent=tuple(
                 name
-                for name, source in self._step_kernels().items()
+                for name, source in step_sources(self.vocab).items()
                 if source.dependent and self.sm >= _DEPENDENT_SM
             ),
+            interface=interface(self.vocab),
         )
 
 

@@ -78,3 +78,5 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     """By name, the kernels that bring a step's inputs in and take tokens from its logits."""
     dependent: tuple[str, ...] = ()
     """Those of them that can be launched while the kernel before them runs: they wait for it themselves."""
+    interface: str
+    """What they take: ``kernels.step_kernels.interface`` of the Pelton that compiled them."""

@@ -3,7 +3,8 @@
 Kernels are code, so an engine from elsewhere runs only with trust (``engine.trust``); this is about files
 that were damaged or edited. A launch's kernel, grid and arguments exist, its addresses begin in memory that
 is the session's, and what cuBLASLt is told to read and write lies in it. How far a kernel reaches from its
-addresses is its own affair; that it gets as many arguments as it has parameters is seen when it is loaded.
+addresses is its own affair; that it gets as many arguments as it has parameters is seen when it is loaded,
+and that those which this Pelton gives mean what they did when it was compiled, by ``Code.interface``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pelton.engine.trust import FOLDER
 from pelton.errors import EngineError
 from pelton.kernels.gpu.driver import Device
 from pelton.kernels.launch import COUNTER_BYTES, Argument, TensorMap, Term
+from pelton.kernels.step_kernels import interface
+from pelton.version import __version__
 
 _MAX_THREADS = 1024
 #: Most programs along each axis of a grid.
@@ -36,6 +39,11 @@ def read_code(engine: Engine, device: Device) -> Code:
         raise EngineError(
             f"{engine.path} was built for sm_{code.sm} GPUs and {device.name} is sm_{device.sm}; "
             "rebuild it here"
+        )
+    if code.interface != interface(int(engine.plan.operands[engine.plan.logits].shape[1])):
+        raise EngineError(
+            f"{engine.path} has kernels of Pelton {engine.manifest.pelton_version} that take other arguments "
+            f"than this Pelton ({__version__}) gives them; rebuild the engine"
         )
     try:
         check_code(code, engine.plan, device.max_shared)
