@@ -34,8 +34,8 @@ from pelton.kernels.gpu.driver import (
     capture,
     dependent_launch,
     library,
-    tensor_map,
 )
+from pelton.kernels.gpu.tensor_maps import tensor_map
 from pelton.kernels.launch import COUNTER_BYTES, CallSpec, LaunchSpec, OperandSpec, Source
 from pelton.kernels.linear.products import Form, gemv, stream
 from pelton.kernels.linear.tiles import PROCESSORS, GemvTiles, StreamTiles

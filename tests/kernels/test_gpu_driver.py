@@ -10,6 +10,7 @@ import pytest
 
 from pelton.errors import ConfigError, DeviceError, EngineError
 from pelton.kernels.gpu import cublaslt, driver
+from pelton.kernels.gpu.taken import given_back_on_error
 
 OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS = 2, 1, 700
 WORDS = {
@@ -105,11 +106,11 @@ def test_what_was_taken_before_an_error_is_given_back(libcuda: Libcuda) -> None:
         driver.Memory(64)
 
     kept = driver.Memory(64)
-    with pytest.raises(ConfigError), driver.given_back_on_error():
+    with pytest.raises(ConfigError), given_back_on_error():
         make()
     given = ("cuMemFree_v2", "cuMemFreeHost", "cuEventDestroy_v2", "cuStreamDestroy_v2")
     assert [libcuda.calls[name] for name in given] == [1, 1, 1, 1]
-    with driver.given_back_on_error():
+    with given_back_on_error():
         driver.Stream()
     assert libcuda.calls["cuStreamDestroy_v2"] == 1
     kept.close()

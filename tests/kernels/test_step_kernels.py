@@ -65,11 +65,11 @@ def test_bodies_are_none_of_it(sources: Path) -> None:
 
 def test_sizes_that_the_host_takes_for_granted_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {interface(VOCAB), interface(VOCAB + 1000)}
-    for name in ("HEADER", "SEGMENTS", "LIST_ROOM", "MOST_LOGPROBS", "COUNTER_BYTES"):
+    for name in ("HEADER", "SEGMENTS", "LIST_ROOM", "MOST_LOGPROBS", "COUNTER_BYTES", "SWIZZLE"):
         with monkeypatch.context() as patch:
             patch.setattr(step_kernels, name, 7)
             found.add(interface(VOCAB))
-    assert len(found) == 7
+    assert len(found) == 8
 
 
 def test_they_are_the_step_kernels_with_their_parameters() -> None:

@@ -58,7 +58,7 @@ def test_the_device_s_time_is_waited_for(session: type[FakeSession], monkeypatch
     executor = Executor(device)
     assert executor.stats().host_time is None
     executor.add(make_request("a", [1, 2, 3]))
-    executor._dear_due = 0.0
+    executor._counters._dear_due = 0.0
     drain(executor)
     measured = executor.stats().host_time
     assert now > 0

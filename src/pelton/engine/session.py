@@ -28,7 +28,7 @@ from pelton.engine.resources import cores
 from pelton.engine.trust import check_trust, is_trusted
 from pelton.engine.validate import BatchChecker
 from pelton.errors import ConfigError, EngineError, MissingDependencyError, PeltonError
-from pelton.kernels.gpu.driver import given_back_on_error
+from pelton.kernels.gpu.taken import given_back_on_error
 
 RunnerName = Literal["auto", "native", "reference"]
 

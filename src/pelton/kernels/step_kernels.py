@@ -1,7 +1,8 @@
 """The kernels that every engine for a GPU carries besides its plan's, and what they and this Pelton agree on.
 
 The plan's kernels travel with the arguments they are launched with. These are given theirs, and memory to
-work in, by the Pelton that runs the engine, which may be another one than has compiled them.
+work in, by the Pelton that runs the engine, which may be another one than has compiled them. Of the plan's
+kernels that holds for counters and for how copied tiles lie.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from pathlib import Path
 
 from pelton.kernels.gpu.nvrtc import KERNELS
+from pelton.kernels.gpu.tensor_maps import SWIZZLE
 from pelton.kernels.launch import COUNTER_BYTES, CudaSource, Source
 from pelton.kernels.sampling.cuda import (
     IN_PROMPT,
@@ -40,7 +42,7 @@ def interface(vocab: int) -> str:
     sources = step_sources(vocab)
     agreed = (
         [(name, parameters(s), s.constants) for name, s in sources.items()],
-        (HEADER, SEGMENTS, IN_PROMPT, LIST_ROOM, MOST_LOGPROBS, mask_words(vocab), COUNTER_BYTES),
+        (HEADER, SEGMENTS, IN_PROMPT, LIST_ROOM, MOST_LOGPROBS, mask_words(vocab), COUNTER_BYTES, SWIZZLE),
         sorted(LOGITS_KINDS.items()),
         sorted(vars(SamplerBytes.of(vocab)).items()),
     )

@@ -15,12 +15,12 @@ from collections.abc import Sequence as Seq
 from pelton.engine.artifact import Engine
 from pelton.engine.batch import ModelSession
 from pelton.engine.batch_sampling import ALL_EXCLUDED
-from pelton.engine.memory_monitor import MemoryUse
 from pelton.errors import DeviceError, EngineError, NotReadyError, QueueFullError, RequestError
 from pelton.runtime.ahead import Ahead, InFlight, needs_host
 from pelton.runtime.config import ExecutorConfig
+from pelton.runtime.counters import Counters
 from pelton.runtime.host_step import Computed, compute
-from pelton.runtime.host_time import HostClock, HostTime
+from pelton.runtime.host_time import HostClock
 from pelton.runtime.input_batch import InputBatchBuilder
 from pelton.runtime.kv_cache import KVCacheManager, PrefixHit
 from pelton.runtime.prefix_cache import PrefixKeys, root_key
@@ -30,7 +30,7 @@ from pelton.runtime.scheduled import ScheduledSequence
 from pelton.runtime.scheduler import Scheduler
 from pelton.runtime.seats import Seats
 from pelton.runtime.sequence import Sequence
-from pelton.runtime.stats import ExecutorStats, KVGroupStats
+from pelton.runtime.stats import ExecutorStats
 from pelton.runtime.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
@@ -97,14 +97,8 @@ class Executor:
         """Sequences that need their logits on the host."""
         self._ended: list[RequestUpdate] = []
         self._closed = False
-        self._arrivals = self._steps = 0
-        self._prompt_tokens = self._prefix_hit_tokens = 0
-        self._computed_tokens = self._generated_tokens = 0
-        self._finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
-        self._last_progress = time.monotonic()
-        self._dear_due = 0.0
-        self._memory_use: MemoryUse | None = None
-        self._host_time: HostTime | None = None
+        self._arrivals = 0
+        self._counters = Counters()
 
     @property
     def max_request_tokens(self) -> int:
@@ -142,7 +136,7 @@ class Executor:
                 param="max_tokens",
             )
         if not self.has_work:
-            self._last_progress = time.monotonic()
+            self._counters.progress()
         sequence = Sequence(
             request,
             max_tokens=max_tokens,
@@ -189,10 +183,10 @@ class Executor:
             self.seats.begun_S[:] = False  # tokens that the host takes are not counted on the device
         output = self.scheduler.schedule()
         if output.num_tokens:
-            self._steps += 1
+            self._counters.steps += 1
             new = self._run(output.scheduled)
             updates += new
-            self._last_progress = time.monotonic()
+            self._counters.progress()
             if self._trace is not None:
                 self._trace.step(output, new)
         return updates
@@ -204,9 +198,9 @@ class Executor:
         output = self.scheduler.schedule(by_seat=True, decoded=decoded)
         if output.num_tokens:
             ahead.submit(output, before)
-            self._steps += 1
-            self._computed_tokens += output.num_tokens
-            self._last_progress = time.monotonic()
+            self._counters.steps += 1
+            self._counters.computed_tokens += output.num_tokens
+            self._counters.progress()
         return self._take(ahead, before)
 
     def _collect(self, ahead: Ahead) -> list[RequestUpdate]:
@@ -221,8 +215,8 @@ class Executor:
         for sequence, num_computed in ahead.filled(flight):
             self.scheduler.settle(sequence, num_computed)
         tokens = sampled.tokens_N.tolist()
-        self._generated_tokens += len(tokens)
-        self._last_progress = time.monotonic()
+        self._counters.generated_tokens += len(tokens)
+        self._counters.progress()
         everyone = flight.step.everyone
         ids = everyone.request_ids if everyone is not None else [q.request_id for q in sampled.sequences]
         logprobs = sampled.logprobs_N
@@ -251,12 +245,12 @@ class Executor:
         """The update of a sequence to which more happened than that it got a token."""
         token = sampled.token
         if self._sequences.get(sequence.request_id) is not sequence:
-            self._generated_tokens -= 1
+            self._counters.generated_tokens -= 1
             return None
         if not sits:
             sequence.reveal(token)
         if token < 0:
-            self._generated_tokens -= 1
+            self._counters.generated_tokens -= 1
             excluded = token == ALL_EXCLUDED and sequence.edited
             return self._end(
                 sequence, "error", error=NO_TOKEN_LEFT if excluded else not_finite(sequence.num_known - 2)
@@ -293,11 +287,11 @@ class Executor:
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += result.prompt_logprobs
         self.scheduler.commit(sequence, s.num_computed + s.num_new)
-        self._computed_tokens += s.num_new
+        self._counters.computed_tokens += s.num_new
         if sampled is None:
             return None
         sequence.append(sampled.token)
-        self._generated_tokens += 1
+        self._counters.generated_tokens += 1
         reason, stop = sequence.finish_reason(sampled.token)
         if reason is None:
             return self._update(sequence, sampled)
@@ -315,7 +309,7 @@ class Executor:
         del self._sequences[sequence.request_id]
         self._host_sampled -= needs_host(sequence)
         self.scheduler.remove(sequence)
-        self._finished[reason] += 1
+        self._counters.finished[reason] += 1
         return self._update(sequence, sampled, reason, stop, error)
 
     def _update(
@@ -344,8 +338,8 @@ class Executor:
             return  # it was preempted and is back
         sequence.queue_time = max(0.0, time.monotonic() - sequence.request.arrival_time)
         sequence.num_cached_tokens = sequence.num_computed
-        self._prompt_tokens += sequence.num_prompt_tokens
-        self._prefix_hit_tokens += sequence.num_computed
+        self._counters.prompt_tokens += sequence.num_prompt_tokens
+        self._counters.prefix_hit_tokens += sequence.num_computed
 
     def update_weights(self, engine: Engine) -> None:
         """Run the weights of ``engine`` from the next step on (``Session.update_weights``).
@@ -376,46 +370,17 @@ class Executor:
 
     def restart_host_time(self) -> None:
         """Count the host's time per step anew, as for a measurement."""
-        self._clock, self._host_time = HostClock(), None
+        self._clock = HostClock()
+        self._counters.forget_host_time()
         if self._ahead is not None:
             self._ahead.clock = self._clock
 
     def stats(self) -> ExecutorStats:
         """A snapshot; cheap."""
-        now = time.monotonic()
         if not self.has_work:
-            self._last_progress = now
-        if now >= self._dear_due:  # these cost more than a step's other counters together
-            self._dear_due = now + 1.0
-            self._memory_use = getattr(self.session, "memory", None)
-            self._host_time = None
-        if self._host_time is None:
-            self._host_time = self._clock.last
-        return ExecutorStats(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            kv_groups=tuple(
-                KVGroupStats(
-                    window=window,
-                    used_blocks=pool.num_used,
-                    cached_blocks=pool.num_cached,
-                    total_blocks=pool.num_blocks,
-                )
-                for window, pool in zip(self.kv.windows, self.kv.pools, strict=True)
-            ),
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
-            computed_tokens=self._computed_tokens,
-            generated_tokens=self._generated_tokens,
-            preemptions=self.scheduler.num_preemptions,
-            memory=self._memory_use,
-            host_time=self._host_time,
-            weight_epoch=int(getattr(self.session, "weight_epoch", 0)),
-            finished=dict(self._finished),
-            last_progress_time=self._last_progress,
-            stuck=self.has_work and now - self._last_progress > self.config.watchdog_seconds,
-        )
+            self._counters.progress()
+        late = self.has_work and self._counters.idle_seconds > self.config.watchdog_seconds
+        return self._counters.snapshot(self.session, self.scheduler, self.kv, self._clock, stuck=late)
 
     def close(self) -> None:
         """Abort everything in flight; idempotent. The session stays open."""

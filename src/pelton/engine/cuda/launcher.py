@@ -25,8 +25,8 @@ from pelton.kernels.gpu.driver import (
     Stream,
     dependent_launch,
     launch,
-    tensor_map,
 )
+from pelton.kernels.gpu.tensor_maps import tensor_map
 from pelton.kernels.launch import Argument, Term
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pelton.errors import ConfigError, DeviceError, EngineError, MissingDependencyError
-from pelton.kernels.launch import TensorMap
+from pelton.kernels.gpu.taken import note
 
 #: CUdevice_attribute
 _SM_COUNT, _MAJOR, _MINOR, _MAX_SHARED = 16, 75, 76, 97
@@ -135,33 +133,6 @@ def release(name: str, *args: Any) -> None:
         raise _failure(name, code)
 
 
-#: What has been taken since ``given_back_on_error`` was entered.
-_taken: list[Any] | None = None
-
-
-@contextmanager
-def given_back_on_error() -> Iterator[None]:
-    """Within, memory, streams, events and kernels that were made are closed again when an error leaves.
-
-    For one thread at a time, around what makes many of them.
-    """
-    global _taken
-    outer, _taken = _taken, []
-    try:
-        yield
-    except BaseException:
-        for thing in reversed(_taken):
-            thing.close()
-        raise
-    finally:
-        _taken = outer
-
-
-def _note(thing: Any) -> None:
-    if _taken is not None:
-        _taken.append(thing)
-
-
 def driver_version() -> str:
     """The newest CUDA version that the driver knows, such as 13.0."""
     version = C.c_int()
@@ -237,7 +208,7 @@ class Memory:
         if code:
             raise _failure("cuMemAlloc", code)
         self.address = pointer.value
-        _note(self)
+        note(self)
 
     def fill(self, byte: int, stream: Stream) -> None:
         stream.fill(self.address, byte, self.nbytes)
@@ -263,7 +234,7 @@ class PinnedMemory:
         if code:
             raise _failure("cuMemHostAlloc", code)
         assert pointer.value
-        _note(self)
+        note(self)
         self.address = pointer.value
         self._bytes = (C.c_ubyte * nbytes).from_address(self.address)
 
@@ -283,7 +254,7 @@ class Stream:
     def __init__(self) -> None:
         self.handle = C.c_void_p()
         call("cuStreamCreate", C.byref(self.handle), _STREAM_NON_BLOCKING)
-        _note(self)
+        note(self)
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
         """Host address ``source`` to device address ``target``."""
@@ -317,7 +288,7 @@ class Event:
     def __init__(self, *, timing: bool = False) -> None:
         self.handle = C.c_void_p()
         call("cuEventCreate", C.byref(self.handle), 0 if timing else _EVENT_DISABLE_TIMING)
-        _note(self)
+        note(self)
 
     def record(self, stream: Stream, *, captured: bool = False) -> None:
         """``captured``: in a stream that is being captured, record whenever the graph comes by."""
@@ -346,7 +317,7 @@ class Function:
     def __init__(self, image: bytes, name: str, shared: int) -> None:
         self._module = C.c_void_p()
         call("cuModuleLoadData", C.byref(self._module), image)
-        _note(self)
+        note(self)
         self.handle = C.c_void_p()
         call("cuModuleGetFunction", C.byref(self.handle), self._module, name.encode())
         self.shared = shared
@@ -371,35 +342,6 @@ class Function:
         if self._module:
             release("cuModuleUnload", self._module)
             self._module = C.c_void_p()
-
-
-#: CUtensorMapDataType
-_MAP_TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
-_MAP_BYTES, _MAP_ALIGNED = 128, 64
-_SWIZZLE_128, _L2_128 = 3, 2
-
-
-def tensor_map(target: int, wanted: TensorMap) -> Any:
-    """The CUtensorMap of the tensor at device address ``target``, as a kernel's argument."""
-    rank = len(wanted.shape)
-    room = C.create_string_buffer(_MAP_BYTES + _MAP_ALIGNED)
-    encoded = (C.c_char * _MAP_BYTES).from_buffer(room, -C.addressof(room) % _MAP_ALIGNED)
-    call(
-        "cuTensorMapEncodeTiled",
-        encoded,
-        C.c_int(_MAP_TYPES[wanted.dtype]),
-        C.c_uint32(rank),
-        address(target),
-        (C.c_uint64 * rank)(*wanted.shape),
-        (C.c_uint64 * (rank - 1))(*wanted.strides),
-        (C.c_uint32 * rank)(*wanted.box),
-        (C.c_uint32 * rank)(*[1] * rank),
-        C.c_int(0),
-        C.c_int(_SWIZZLE_128),
-        C.c_int(_L2_128),
-        C.c_int(0),
-    )
-    return encoded
 
 
 class Graph:
