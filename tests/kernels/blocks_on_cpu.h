@@ -42,8 +42,7 @@ inline void arrive_at_block(u32 barrier, int rank) {
     --there.left;
     there.settle();
 }
-inline void put_sums(u32 at, float a, float b, float c, float d) { shared_value<float4>(at) = {a, b, c, d}; }
-inline float4 sums_of_block(u32 at, int rank) { return shared_value<float4>(at, rank); }
+inline u32 of_block(u32 address, int rank) { return mapped(address, rank); }
 template <typename T>
 inline T __ldcg(const T* at) {
     return *at;

@@ -5,7 +5,6 @@
 #define BYTES 2
 #include "blocks_on_cpu.h"
 #undef multiply
-inline u32 of_block(u32 address, int rank) { return mapped(address, rank); }
 inline void pin(int&) {}
 inline void pin(float&) {}
 

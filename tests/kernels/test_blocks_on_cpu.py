@@ -56,6 +56,7 @@ class TensorMap(C.Structure):
         (64, 384, ADD, 130, BlockTiles(2, 1, 1, 48, ahead=True), False),  # two tiles of tokens
         (40, 128, GATED, 70, BlockTiles(2, 1, 1, 32, share=2), True),
         (64, 1152, ADD, 17, BlockTiles(1, 2, 1, 32, split=2, ahead=True), False),
+        (40, 384, ADD, 130, BlockTiles(2, 1, 1, 48, split=2), True),  # an odd number of sixteens to share
         # More tokens than the tiles of a cluster.
         (48, 256, GATED, 270, BlockTiles(2, 1, 1, 64, share=2), False),
     ],

@@ -28,9 +28,12 @@ GROUP = 128
 #: Largest steps, tokens, that have tiles of their own; 0: any.
 STEPS = (32, 64, 128, 256, 512, 0)
 _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
-_SHARED, _MOST_STAGES = 226 << 10, 12
+_SHARED, _MOST_STAGES = 226 << 10, 16
 #: Besides the ring, its scales and vectors of a tile: barriers, up to the first multiple of 1024 bytes.
-_BESIDES = 1024 + 16 * _MOST_STAGES
+_BESIDES = 1024 + 24 * _MOST_STAGES + 16
+#: Tokens of the largest steps in which x has a copying warp of its own (measured: 128 are faster without);
+#: bytes of the weight that a block then has asked for at most and not got yet.
+_MOST_APART, _ON_THEIR_WAY = 64, 96 << 10
 #: Sums of a thread, of a unit and of all, from which on the copying warp group gives registers up.
 _UNEVEN = 128
 
@@ -78,11 +81,16 @@ def blocks(form: Form, call: CallSpec, tiles: BlockTiles, max_tokens: int) -> tu
     items = -(-p.n // tile) * -(-max_tokens // (tiles.x_rows * tiles.share))
     most = items if tiles.split > 1 else PROCESSORS // cluster  # blocks stay, and take as many items each
     clusters = -(-items // -(-items // most))
-    stage = (tiles.x_rows + block_rows) * (GROUP + 4)
-    besides = _BESIDES + 8 * tiles.columns * tiles.wg_m * tiles.wg_n
+    besides = _BESIDES + (8 * tiles.columns * tiles.wg_m * tiles.wg_n if bias else 0)
+    if tiles.split > 1:  # what a thread is sent: eight sums of every other sixteen
+        besides += 4096 * tiles.wg_m * tiles.wg_n * -(-tiles.columns // 32)
+    # Tokens that are not copied need no space, as long as something lies there.
+    x_space = tiles.x_rows if x_box + block_rows < tiles.x_rows else x_box
+    stage = (x_space + block_rows) * GROUP + (tiles.x_rows + block_rows) * 4
     stages = min(_MOST_STAGES, (_SHARED - besides) // stage)
     assert stages >= 2, f"{tiles} does not fit"
-    uneven = (2 + tiles.ahead) * tiles.columns // 2 >= _UNEVEN
+    window = max(1, min(stages, _ON_THEIR_WAY // (block_rows * GROUP)))
+    uneven = tiles.wg_m * tiles.wg_n == 2 and (2 + tiles.ahead) * tiles.columns // 2 >= _UNEVEN
     product = b.launch(
         (Term(times=clusters * cluster),),
         constants={
@@ -95,6 +103,7 @@ def blocks(form: Form, call: CallSpec, tiles: BlockTiles, max_tokens: int) -> tu
             "X_BOX": x_box,
             "X_SCALES": scale_row(max_tokens),
             "STAGES": stages,
+            "WINDOW": window if max_tokens <= _MOST_APART else 0,
             "SPLIT": tiles.split,
             "SHARE": tiles.share,
             "OVERLAP": int(tiles.ahead),
@@ -103,7 +112,7 @@ def blocks(form: Form, call: CallSpec, tiles: BlockTiles, max_tokens: int) -> tu
             "RESIDUAL": int(form.residual is not None),
             "R_ROW": 0 if form.residual is None else call.input(form.residual).strides[0],
         },
-        threads=128 * tiles.wg_m * tiles.wg_n + (128 if uneven else 32),
+        threads=128 * tiles.wg_m * tiles.wg_n + (128 if uneven else 64),
         shared=stages * stage + besides,
         suffix="a",
         dependent=True,

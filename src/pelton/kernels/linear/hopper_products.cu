@@ -43,14 +43,10 @@ constexpr u32 STAGE_SPACE = X_SPACE + W_BYTES;
 constexpr u32 X_BYTES = X_BOX * ROW_BYTES, BARRIERS_AT = STAGES * STAGE_SPACE;
 // Scales of the tile's rows of the weight and what is added to them, of each warp group.
 constexpr u32 SCALES_AT = BARRIERS_AT + (24 * STAGES + 8 + 15) / 16 * 16, VECTOR = COLUMNS * 4;
-// Of a tile's sums, sixteens by sixteen of each warp; those that a block has in the end, of both; what it is sent, two
-// fours of each thread.
-constexpr int ALL = M_TILES * SIXTEENS, OWN = (ALL + SPLIT - 1) / SPLIT;
-constexpr u32 SENT_AT = SCALES_AT + (CODE || BIAS ? GROUPS * 2 * VECTOR : 0), FOUR = THREADS * 16;
+constexpr u32 SENT_AT = SCALES_AT + (CODE || BIAS ? GROUPS * 2 * VECTOR : 0);  // what a block is sent
 static_assert(COLUMNS == 16 * SIXTEENS && RESULTS % 8 == 0, "sixteens of rows");
 static_assert(X_BOX <= X_ROWS && X_BOX % 8 == 0 && ROWS % (8 * HALVES * SHARE) == 0, "whole eights of rows are shared");
-static_assert(SPLIT <= 2 && SPLIT <= UNITS && (SPLIT == 1 || SHARE == 1), "clusters of two, a unit for every block");
-static_assert(SPLIT == 1 || M_TILES <= 2, "scales are chosen between two");
+static_assert(SPLIT <= UNITS, "a unit for every block");
 
 #if CODE == 2
 typedef int Sum;
@@ -81,8 +77,7 @@ DEVICE void multiply(Sum (&d)[VALUES], u64 a, u64 b, u32 add) {
                  : "+l"(a), "+l"(b), "+r"(add), PASTE(SUM_VALUES_, SIXTEENS)(d));
 }
 
-#include "hopper_cluster.cuh"
-#include "hopper_finish.cuh"
+#include "hopper_halves.cuh"
 
 DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -214,13 +209,8 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
         finish.begin(group, work.tile(item), work.x_row(item), scales, bias);
         if (item == work.first) wait_for_previous();
         finish.begin_x(x_scales);
-        // Of shared sums, the residuals of this block's: asked for before they are needed.
-        u32 residuals[SPLIT > 1 ? OWN : 1][EIGHTS_OF_SIXTEEN][2];
-#pragma unroll
-        for (int i = 0; i < (SPLIT > 1 ? OWN : 0); ++i) {
-            const int g = min(i * SPLIT + work.split, ALL - 1);
-            finish.load(residuals[i], g / SIXTEENS, g % SIXTEENS);
-        }
+        Halves halves;
+        halves.load(finish, work.split);
         Sum part[M_TILES][VALUES];
         float sum[PROMOTE ? M_TILES : 1][PROMOTE ? VALUES : 1];
 #pragma unroll
@@ -258,43 +248,8 @@ DEVICE void compute(const Shared& shared, const Work& work, Finish& finish, cons
         }
         auto value = [&](int m, int i) { return PROMOTE ? sum[PROMOTE ? m : 0][PROMOTE ? i : 0] : float(part[m][i]); };
         finish.sums_are_there(group);
-        if (SPLIT == 1) {
-            finish.all(value);
-            continue;
-        }
-        auto pair = [&](int i, int split, int j) {
-            const int g = min(2 * i + split, ALL - 1);
-            return value(g / SIXTEENS, 8 * (g % SIXTEENS) + j);
-        };
-        // Of the i-th pair of sixteens one is this block's, the other is sent.
-        const u32 place = SENT_AT + threadIdx.x * 16, other = work.split ^ 1;
-        const u32 there = of_block(shared.base + place, other), barrier = of_block(shared.sent(), other);
-        cluster_wait();  // the other's barrier is there
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            float v[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[j] = work.split ? pair(i, 0, j) : pair(i, 1, j);
-            if (ALL % 2 && i == OWN - 1 && other) continue;
-            send_4(v[0], v[1], v[2], v[3], there + 2 * i * FOUR, barrier);
-            send_4(v[4], v[5], v[6], v[7], there + (2 * i + 1) * FOUR, barrier);
-        }
-        barrier_wait(shared.sent(), 0);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const int g = i * SPLIT + work.split, m = g / SIXTEENS;
-            if (g >= ALL) break;
-            const u32 from = shared.base + place + 2 * i * FOUR;
-            const uint4 low = get_4(from), high = get_4(from + FOUR);
-            const u32 others[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            float v[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[j] = __uint_as_float(others[j]) + (work.split ? pair(i, 1, j) : pair(i, 0, j));
-            const float(&rows)[2] = finish.x_scales[M_TILES > 1 && m > 0 ? M_TILES - 1 : 0];
-            u32 results[EIGHTS_OF_SIXTEEN][2];
-            finish.round(results, v, residuals[SPLIT > 1 ? i : 0], g % SIXTEENS, rows[0], rows[1]);
-            finish.store(results, m, g % SIXTEENS);
-        }
+        if (SPLIT == 1) finish.all(value);
+        else halves.meet(finish, work.split, shared.base + SENT_AT + threadIdx.x * 16, shared.sent(), value);
     }
 }
 
@@ -320,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1) __cluster_dim
         }
         if (SPLIT > 1) {
             barrier_init(shared.sent(), 1);
-            barrier_expect(shared.sent(), 2 * FOUR * ((ALL - work.split + 1) / 2));
+            barrier_expect(shared.sent(), sent_bytes(work.split));
         }
         barrier_init_fence();
     }
