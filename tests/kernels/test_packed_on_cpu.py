@@ -63,6 +63,12 @@ def aligned(values: Any) -> Any:
         ("fp8_row", 64, 512, NORM, 8, tiles(8, 2, 2, 1, 1, 2)),
         ("fp8_g128", 64, 512, NORM_GATED, 8, tiles(8, 2, 1, 1, 4)),
         ("fp4_g64", 64, 512, GATED, 7, tiles(8, 2, 1, 1, 2)),
+        ("nf4_g64", 64, 512, NORM, 1, tiles(1, 4, 1, 2, 1, 2)),
+        ("nf4_g64", 64, 512, GATED, 6, tiles(8, 2, 1, 1, 2)),
+        ("nvfp4", 96, 768, NORM_GATED, 1, tiles(1, 3, 1, 1, 2)),
+        ("nvfp4", 64, 512, ADD, 7, tiles(8, 2, 2, 1, 2)),
+        ("mxfp4", 64, 512, NORM, 4, tiles(4, 4, 1, 2, 1, 4)),
+        ("mxfp4", 64, 512, GATED, 13, tiles(16, 2, 1, 1, 2)),
         ("q4_1", 64, 512, NORM, 7, tiles(8, 4, 1, 2, 1)),
         ("q5_0", 64, 512, GATED, 1, tiles(1, 2, 1, 2, 1)),
         ("q5_1", 64, 512, Form(), 2, tiles(2, 2, 2, 1, 2)),
@@ -93,7 +99,9 @@ def test_products_are_what_the_weight_says(
     assert error_of(quant, n, k, form, tokens, how, bias, 1.0, tmp_path) < 5e-3
 
 
-@pytest.mark.parametrize("quant", ["int4_g128", "int8_row", "fp8_row", "fp4_g64", "q4_k", "q6_k"])
+@pytest.mark.parametrize(
+    "quant", ["int4_g128", "int8_row", "fp8_row", "fp4_g64", "nf4_g64", "nvfp4", "mxfp4", "q4_k", "q6_k"]
+)
 @pytest.mark.parametrize("size", [2.0**60, 2.0**-40])
 def test_inputs_may_be_as_large_and_small_as_networks_have_them(
     quant: str, size: float, tmp_path: Path

@@ -12,9 +12,9 @@
 // Codes are not converted: as the low bits of bfloat16 they are subnormal numbers, the code times 2^-133 (e4m3 and
 // e2m1, moved to bfloat16's exponent: times 2^-120 and 2^-126), which tensor cores multiply as any other. x, which a
 // block has in shared memory, is multiplied by 2^64 so that float32 holds the products; of codes in high nibbles,
-// which stay where they are, by 2^60 (of 5 and 6 bits they are moved). What that leaves, no network passes: from |x| = 2^63 on even a norm's sum of
-// squares is infinite, and what is below 2^-57 is lost as it would be beside 2^-33. The part of a zero point or an
-// offset is the sum of x over the group.
+// which stay where they are, by 2^60 (of 5 and 6 bits they are moved). What that leaves, no network passes: from
+// |x| = 2^63 on even a norm's sum of squares is infinite, and what is below 2^-57 is lost as it would be beside 2^-33.
+// The part of a zero point or an offset is the sum of x over the group. nf4's values are looked up, in bfloat16.
 //
 // Constants: RESULTS results of INNER columns; TOKENS at most (rows of x; up to 16); SPLITS, PARTS, BATCH (16 rows,
 // gated: of each half); GROUPS; FINISHERS; STAGES; CLUSTER; WORKERS (clusters); NORM (x passes an RMS norm first); BIAS, RESIDUAL
@@ -55,8 +55,9 @@ static_assert(SPLITS % GROUPS == 0 && STAGES % GROUPS == 0, "groups of as many s
 static_assert(TOKENS <= 8 || TOKENS == 16, "whole tiles");
 
 // What x is multiplied by, of codes in low and in high nibbles; what sums are, to make up for both.
-constexpr u32 LOW_FACTOR = 0x5f805f80, HIGH_FACTOR = CODE == 0 ? 0x5d805d80 : LOW_FACTOR;  // 2^64, 2^60
-constexpr float BACK = CODE == 1 ? 0x1p56f : CODE == 4 ? 0x1p62f : 0x1p69f;
+constexpr u32 LOW_FACTOR = CODE == 5 ? 0x3f803f80 : 0x5f805f80;  // 1, 2^64
+constexpr u32 HIGH_FACTOR = CODE == 0 ? 0x5d805d80 : LOW_FACTOR;  // 2^60
+constexpr float BACK = CODE == 1 ? 0x1p56f : CODE == 4 ? 0x1p62f : CODE == 5 ? 1.0f : 0x1p69f;
 
 DEVICE u32 times(u32 a, u32 b) {
     u32 y;
@@ -235,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * (COPIERS + FINISHERS
                         prefetch_bytes(ahead + (long long)i * ahead_bytes, min(ahead_bytes, AHEAD_BYTES));
             }
         } else if (AREAS) {
-            copy<AREAS>(block, weight + CODE_BYTES, EACH * HALVES * PLACES * CODES);
+            copy<AREAS>(block, weight + AREAS_AT, EACH * HALVES * PLACES * CODES);
         }
         __syncwarp();
         if (CLUSTER > 1) cluster_wait();

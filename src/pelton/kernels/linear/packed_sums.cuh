@@ -50,7 +50,7 @@ struct Results {
 #pragma unroll
             for (int h = 0; h < HALVES; ++h) {
                 y[h][e] *= factors[e % 2];
-                if (GROUP == 0)
+                if (GROUP == 0 || BYTE_SCALES == 1)
                     y[h][e] *= __ldg((const float*)(weight + (panel + h * PANELS) * PANEL_BYTES + CODE_BYTES) + row);
                 if (BIAS) y[h][e] += bias[h * RESULTS + n];
             }

@@ -10,8 +10,12 @@ DEVICE void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 // A word of codes: columns 2q and 2q + 1 of row g, then of row g + 8, as operands. `upper` and `index` as in `bytes_of`.
-DEVICE void operands(u32 word, bool high, const u32 (&upper)[2], int index, u32& a, u32& b) {
-    if (UPPER) {
+DEVICE void operands(u32 word, bool high, const u32 (&upper)[2], const Nf4& nf4, int index, u32& a, u32& b) {
+    if (CODE == 5) {
+        u32 rows[2][2];  // of which the other half's are made once, for both
+        decode_nf4(word, nf4, rows[0], rows[1]);
+        a = rows[0][high], b = rows[1][high];
+    } else if (UPPER) {
         const u32 s = bytes_of(word, high, upper, index);
         a = __byte_perm(s, 0, 0x4140);
         b = __byte_perm(s, 0, 0x4342);
@@ -73,6 +77,8 @@ DEVICE void unit(const Block& block, u32 stage, int place, int part, int index, 
     float sums[CHAINS][ROWS16][TILES][4];
     float small[ROWS16][TILES][4];  // scaled by integers
     u32 scales[ROWS16][2], upper[ROWS16][2];
+    Nf4 nf4;
+    if (CODE == 5) keep(nf4, block.base >> 31);
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter) {
         const int set = quarter / SPAN * TWICE;
@@ -123,10 +129,10 @@ DEVICE void unit(const Block& block, u32 stage, int place, int part, int index, 
             const uint4 w = codes[i][EIGHT ? quarter : quarter / 2];
             const bool high = !EIGHT && quarter % 2 == 1;
             u32 a[2][4];
-            operands(w.x, high, upper[i], 0, a[0][0], a[0][1]);
-            operands(w.y, high, upper[i], 1, a[0][2], a[0][3]);
-            operands(w.z, high, upper[i], 2, a[1][0], a[1][1]);
-            operands(w.w, high, upper[i], 3, a[1][2], a[1][3]);
+            operands(w.x, high, upper[i], nf4, 0, a[0][0], a[0][1]);
+            operands(w.y, high, upper[i], nf4, 1, a[0][2], a[0][3]);
+            operands(w.z, high, upper[i], nf4, 2, a[1][0], a[1][1]);
+            operands(w.w, high, upper[i], nf4, 3, a[1][2], a[1][3]);
 #pragma unroll
             for (int step = 0; step < 2; ++step)
 #pragma unroll
@@ -146,7 +152,7 @@ DEVICE void unit(const Block& block, u32 stage, int place, int part, int index, 
                 for (int c = 0; c < TWICE; ++c) {
                     Scale s = {1.0f, 0.0f};
                     if (SUPER_SCALES) s.scale = small_scale(scales[i][h], (set + c) % 4);
-                    else if (GROUP > 0) s = scale_at(areas_at + i * PLACES * AREAS, set, g + 8 * h);
+                    else if (GROUP > 0) s = scale_at(areas_at + i * PLACES * AREAS, set + c, g + 8 * h);
 #pragma unroll
                     for (int t = 0; t < TILES; ++t)
 #pragma unroll
