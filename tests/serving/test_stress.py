@@ -94,10 +94,16 @@ async def crowd(url: str, seconds: float, max_tokens: int, clients: int = CLIENT
 
 
 def open_connections(process: psutil.Process, url: str) -> list[str]:
-    """The server's side of connections that still exist."""
+    """The server's side of connections that still exist; the clients are in this process too, so it is known
+    which of the two has not let go."""
     port = int(url.rsplit(":", 1)[1])
     connections = process.net_connections(kind="inet")
-    return [c.status for c in connections if c.laddr.port == port and c.status != psutil.CONN_LISTEN]
+    clients = {c.laddr.port for c in connections if c.raddr and c.raddr.port == port}
+    ours = [c for c in connections if c.laddr.port == port and c.status != psutil.CONN_LISTEN]
+    return [
+        f"{c.status}, the client's {'is open' if c.raddr and c.raddr.port in clients else 'is gone'}"
+        for c in ours
+    ]
 
 
 def check_crowd(server: RunningServer, seconds: float, max_tokens: int) -> None:
