@@ -44,6 +44,7 @@ def test_defaults_of_a_bfloat16_checkpoint() -> None:
         "activations": "float32",
         "kv_dtype": "float16",
         "deterministic": False,
+        "accumulate": "float32",
         "gpu_memory_fraction": 0.9,
         "threads": 0,
         "fast_build": False,
@@ -96,6 +97,20 @@ def test_automatic_choices_and_what_is_said(
     assert note or not notes or "activations" in notes
 
 
+def test_sums_in_float16_are_said_to_gain_nothing_where_they_do_not() -> None:
+    half = {"accumulate": "float16", "dtype": "float16"}
+    for target, gains in (("sm_80", False), ("sm_86", True), ("sm_89", True), ("sm_90", False)):
+        values, notes = resolved(BuildConfig(target=target, **half), facts(float16=9))
+        assert values["accumulate"] == "float16"
+        assert (f"accumulate float16 gains nothing on {target}" in notes) != gains
+
+
+def test_sums_in_float16_are_not_of_products_of_codes() -> None:
+    config = BuildConfig(target="sm_90", accumulate="float16", dtype="float16", activations="int8")
+    with pytest.raises(ConfigError, match=r"contradicts activations int8.* leave one of them out"):
+        resolve(config, facts(int8_row=9))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -105,6 +120,26 @@ def test_automatic_choices_and_what_is_said(
         ({"max_batch_size": -3}, "max_batch_size must be a whole number of at least 1, not -3"),
         ({"max_batch_size": True}, "max_batch_size must be a whole number"),
         ({"max_input_len": 2048}, "max_input_len 2048 leaves no room .* use max_input_len 2047 or less"),
+        ({"accumulate": "bfloat16"}, "unknown accumulate 'bfloat16'"),
+        ({"accumulate": "float16"}, "accumulate float16 is for GPU engines; leave it out, or set target"),
+        (
+            {"accumulate": "float16", "target": "sm_89"},
+            r"is for networks in float16, and this one computes in bfloat16.* set dtype float16",
+        ),
+        (
+            {"accumulate": "float16", "target": "sm_89", "dtype": "float16", "deterministic": True},
+            "accumulate float16 contradicts deterministic.* leave one of them out",
+        ),
+        (
+            {
+                "accumulate": "float16",
+                "target": "sm_89",
+                "dtype": "float16",
+                "max_num_tokens": 128,
+                "max_batch_size": 8,
+            },
+            "for steps of more than 128 tokens, and max_num_tokens is 128",
+        ),
         ({"max_num_tokens": 4}, "max_num_tokens 4 is below max_batch_size 8"),
         ({"max_num_tokens": 9}, "max_num_tokens 9 is below block_size 16"),
         ({"block_size": 12}, r"unknown block_size 12.*known: 8, 16, 32, 64, 128"),

@@ -179,10 +179,10 @@ def tiny_shard(engine: Path) -> None:
         (no_manifest, "is not an engine: it has no manifest.json"),
         (broken_manifest, "is damaged: manifest.json: .*copy the engine again or rebuild it"),
         (manifest_of_other_type, "is damaged: manifest.json: Expected `array`"),
-        (set_manifest("format_version", 9), r"engine format 9, newer than this Pelton reads \(5\); upgrade"),
+        (set_manifest("format_version", 9), r"engine format 9, newer than this Pelton reads \(6\); upgrade"),
         (
             set_manifest("format_version", 3),
-            r"has engine format 3, which this Pelton no longer reads \(5\); rebuild the engine",
+            r"has engine format 3, which this Pelton no longer reads \(6\); rebuild the engine",
         ),
         (format_1, "has engine format 1, which this Pelton no longer reads.*rebuild the engine"),
         (
@@ -289,7 +289,7 @@ def test_an_engine_moves(engine: Path, tmp_path: Path) -> None:
 
 
 #: SHA-256 of what the files of an engine may hold, by format version.
-SCHEMAS = {5: "6974ba3dba3c5acde483bff051b11fc99132832132ce6c685711f0fad497f757"}
+SCHEMAS = {6: "3fa244279556b7ddbb19b851d69233052e7698bec551718230972e1da726a19a"}
 
 
 def test_another_content_of_the_files_is_another_format() -> None:

@@ -26,6 +26,8 @@ from tests.gpu.test_cuda_engine import BOUND, prompts
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 EACH = ("cuda.linear.packed16", "cuda.linear.packed64", "cuda.linear.unpack_cublaslt")
+#: The second is of tactics that take no other.
+DTYPES = ("bfloat16", "float16")
 #: Types of the checkpoints' matrices.
 ENGINES = ("bfloat16", "int4_g128", "int8_row", "q4_0")
 
@@ -36,9 +38,10 @@ def middling(sm: int) -> list[conformance_cuda.Case]:
     """
     groups: dict[tuple[object, ...], list[conformance_cuda.Case]] = {}
     for op in all_ops().values():
-        older = {str(case) for case in conformance_cuda.cases(op, ("bfloat16",), sm=80)} if sm > 80 else ()
-        for case in conformance_cuda.cases(op, ("bfloat16",), sm=sm):
-            if str(case) not in older:
+        older = {str(case) for case in conformance_cuda.cases(op, DTYPES, sm=80)} if sm > 80 else ()
+        for case in conformance_cuda.cases(op, DTYPES, sm=sm):
+            own = "float16" if case.tactic.sums == "float16" else "bfloat16"
+            if str(case) not in older and case.dtype == own:
                 types = [w.quant for w in case.packed.values() if case.tactic.name in EACH]
                 groups.setdefault((case.tactic.name, case.decode, *types), []).append(case)
     for group in groups.values():

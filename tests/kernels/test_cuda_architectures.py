@@ -19,12 +19,14 @@ def sources(sm: int) -> dict[Source, conformance_cuda.Case]:
     """The kernels of tactics for ``sm``, each with a case that launches it.
 
     All of those whose tiles go through shared memory in a pipeline; of the others one for each tactic and
-    type.
+    type. In float16 those that take nothing else.
     """
     found: dict[Source, conformance_cuda.Case] = {}
     seen = set()
     for op in all_ops().values():
-        for case in conformance_cuda.cases(op, ("float32", "bfloat16"), sm=sm):
+        for case in conformance_cuda.cases(op, ("float32", "bfloat16", "float16"), sm=sm):
+            if case.dtype == "float16" and case.tactic.sums == "float32":
+                continue
             for work in conformance_cuda.call_of(case).works:
                 if not isinstance(work, LaunchSpec):
                     continue

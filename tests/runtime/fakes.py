@@ -100,6 +100,7 @@ def fake_config(
             model_impl="pelton",
             gpu_memory_fraction=0.9,
             deterministic=False,
+            accumulate="float32",
             cpu_level="any",
         ),
         memory=MemoryPlan(weights=0, arena=0, workspace=0, kv_bytes_per_token=0),

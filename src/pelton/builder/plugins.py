@@ -79,6 +79,8 @@ def apply_plugins(
                 options[i] = []
             continue
         tactic = known[wanted]
+        if wanted not in target and tactic.sums == "float16":
+            raise ConfigError(f"plugin {op}={wanted} adds in float16; set accumulate float16 for it, too")
         if wanted not in target:
             raise ConfigError(
                 f"plugin {op}={wanted} is for another device or CPU level than the build's target; choose "

@@ -21,7 +21,7 @@ from pelton.errors import ConfigError
 from pelton.kernels import native
 from pelton.kernels.cpu_levels import ANY, INCLUDES
 from pelton.kernels.linear.packed import X_CODES
-from pelton.kernels.tactic import FP8_SM
+from pelton.kernels.tactic import FP8_SM, SMALL_STEPS
 from pelton.passes import PASSES, Mode
 
 MAX_SEQ_LEN = 8192
@@ -33,6 +33,9 @@ BLOCK_SIZE = 16
 PROFILING = ("none", "names", "detailed")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
+ACCUMULATE = ("float32", "float16")
+#: Compute capabilities of GeForce cards, whose tensor cores add in float32 at half the rate of float16.
+GEFORCE = (86, 89, 120)
 ACTIVATIONS = ("float32", "int8")
 KV_DTYPES = ("float32", "float16", "bfloat16", *KV_CODES)
 #: What products of 8-bit codes are for (``hopper_products.cu``).
@@ -91,6 +94,7 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     _resolve_threads(values, notes)
     _resolve_gpu_memory(values)
     _resolve_deterministic(values)
+    _resolve_accumulate(values, notes)
     _resolve_fast_build(values, notes)
     values["quant"] = values["quant"] or "none"
     values["profiling"] = _choice("profiling", values["profiling"] or "names", PROFILING)
@@ -247,6 +251,40 @@ def _resolve_deterministic(values: dict[str, Any]) -> None:
         values["deterministic"] = False
     elif values["deterministic"] and device_of(values["target"]) == "cpu":
         raise ConfigError("deterministic is for GPU engines so far; leave it out, or set target")
+
+
+def _resolve_accumulate(values: dict[str, Any], notes: list[str]) -> None:
+    values["accumulate"] = _choice("accumulate", values["accumulate"] or "float32", ACCUMULATE)
+    if values["accumulate"] == "float32":
+        return
+    target, dtype, activations = values["target"], values["dtype"], values["activations"]
+    if device_of(target) == "cpu":
+        raise ConfigError("accumulate float16 is for GPU engines; leave it out, or set target")
+    if dtype != "float16":
+        raise ConfigError(
+            f"accumulate float16 is for networks in float16, and this one computes in {dtype}, which tensor "
+            "cores add in float32 alone; leave it out, or set dtype float16"
+        )
+    if activations != "float16":
+        raise ConfigError(
+            f"accumulate float16 contradicts activations {activations}: products of codes are not added in "
+            "float16; leave one of them out"
+        )
+    if values["deterministic"]:
+        raise ConfigError(
+            "accumulate float16 contradicts deterministic, whose kernels add in float32 in steps of every "
+            "size; leave one of them out"
+        )
+    if values["max_num_tokens"] <= SMALL_STEPS:
+        raise ConfigError(
+            f"accumulate float16 is for steps of more than {SMALL_STEPS} tokens, and max_num_tokens is "
+            f"{values['max_num_tokens']}; leave it out, or set max_num_tokens for more"
+        )
+    if sm_of(target) not in GEFORCE:
+        notes.append(
+            f"accumulate float16 gains nothing on {target}, whose tensor cores add in float32 at the same "
+            "rate, and costs accuracy; it is for GeForce cards"
+        )
 
 
 def _resolve_gpu_memory(values: dict[str, Any]) -> None:

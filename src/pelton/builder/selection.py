@@ -6,7 +6,7 @@ Made before anything costs time, so that settings and files that cannot be used 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pelton.builder.calls import Call, Program, Root
@@ -30,7 +30,7 @@ from pelton.errors import ConfigError
 from pelton.kernels import native
 from pelton.kernels.cpu_levels import ANY, runs
 from pelton.kernels.layouts import LAYOUTS
-from pelton.kernels.tactic import NodeSpec, Tactic, all_tactics
+from pelton.kernels.tactic import SMALL_STEPS, NodeSpec, Tactic, all_tactics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,10 @@ class CudaSelector:
         self.tactics = {
             name: t
             for name, t in self._known.items()
-            if t.device == "cuda" and t.sm in (0, sm) and (t.batch_invariant or not config.deterministic)
+            if t.device == "cuda"
+            and t.sm in (0, sm)
+            and (t.batch_invariant or not config.deterministic)
+            and t.sums in ("float32", config.accumulate)
         }
         """Tactics that the target can run, by name."""
 
@@ -206,7 +209,7 @@ class CudaSelector:
         config = self._config
         assert config.activations is not None
         tokens, batch = step_limits(config)["T"], step_limits(config)["B"]
-        ends = {t.largest_tokens for t in self.tactics.values()} | {tokens}
+        ends = {n for t in self.tactics.values() for n in (t.largest_tokens, t.above)} | {tokens}
         found = [
             Bucket(max_tokens=end, dims={"T": end, "B": min(end, batch), "N": end})
             for end in sorted(ends)
@@ -227,4 +230,21 @@ class CudaSelector:
             plugins=config.plugins,
             known=self._known,
         )
+        if config.accumulate == "float16":
+            choice = replace(choice, notes=(*choice.notes, self._sums(program, choice)))
         return Selected(choice=choice, cpu_level=ANY, timing_cache=None, timed=0, cached=0)
+
+    def _sums(self, program: Program, choice: Choice) -> str:
+        """What adds in float16, and what of the same ops does not."""
+        able = {t.op for t in self.tactics.values() if t.sums == "float16"}
+        rest: dict[str, int] = {}
+        done = 0
+        for call, table in zip(program.calls, choice.tables, strict=True):
+            if table and table[-1][1].sums == "float16":
+                done += 1
+            elif call.op.name in able:
+                rest[call.op.name] = rest.get(call.op.name, 0) + 1
+        others = ", ".join(f"{n} {op}" for op, n in sorted(rest.items()))
+        return f"in steps of more than {SMALL_STEPS} tokens {done} products and attentions add in float16" + (
+            f"; others add in float32: {others}" if others else ""
+        )

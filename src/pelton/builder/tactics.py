@@ -262,7 +262,7 @@ class _Chooser:
         decisions = []
         for bucket, signature, entry in zip(self._buckets, self._signatures[i], times, strict=True):
             known = {name: us for name, us in (entry or {}).items() if us is not None}
-            tactic, timed = _fastest([t for t in fitting if t.takes(bucket.max_tokens)], known)
+            tactic, timed = _fastest([t for t in fitting if t.fits(bucket.max_tokens)], known)
             reason = "user" if i in self._plugged.chosen else "timed" if timed else "default"
             decisions.append(
                 Decision(

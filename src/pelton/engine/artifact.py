@@ -27,8 +27,8 @@ from pelton.version import __version__
 
 #: 2: weights.json. Engines of format 1 cannot be refitted and their plans have fewer fields: rebuilt.
 #: 4: the kernels that GPU engines bring for a step's inputs and tokens take other arguments.
-#: 5: which these are is in code.json.
-FORMAT_VERSION = 5
+#: 5: which these are is in code.json. 6: what tensor cores add up in is a setting.
+FORMAT_VERSION = 6
 #: ``PELTON_ABI_VERSION`` of csrc/pelton.h: kernels' names, attributes and weight layouts.
 NATIVE_ABI = 2
 #: Kinds of devices that this Pelton runs engines on: ``cpu``, and GPUs as ``sm_90``.

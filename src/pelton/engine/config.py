@@ -68,6 +68,9 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool | None = None
     """GPU engines: every kernel gives a row the same bits whatever else is in the step, so that answers do
     not depend on batching, chunking or cached prefixes; slower (no)."""
+    accumulate: str | None = None
+    """GPU engines: what tensor cores add up in, float32 or float16 (float32). float16 is for ``dtype``
+    float16, steps of more than 128 tokens and GeForce cards, whose tensor cores add it twice as fast."""
     gpu_memory_fraction: float | None = None
     """Share of a GPU's free memory that a session takes, weights and KV cache together (0.9)."""
     threads: int | None = None

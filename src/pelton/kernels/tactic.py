@@ -80,6 +80,11 @@ class Tactic:
     """What was decorated, of a tactic from outside."""
     largest_tokens: int = 0
     """Largest step, tokens, that it can run; 0: any."""
+    above: int = 0
+    """Largest step, tokens, that is left to others, although it can run it."""
+    sums: Literal["float32", "float16"] = "float32"
+    """CUDA: what tensor cores add up in; float16 is for builds that ask for it (``BuildConfig.accumulate``).
+    """
     launches: Callable[[CallSpec, int], tuple[Work, ...]] | None = None
     """CUDA: the kernels of a call in steps of at most so many tokens."""
     sm: int = 0
@@ -91,6 +96,10 @@ class Tactic:
     def order(self) -> tuple[int, float, str]:
         """Sort key: what is taken first without timing comes first."""
         return -self.priority, self.largest_tokens or math.inf, self.name
+
+    def fits(self, tokens: int) -> bool:
+        """Whether it is for steps of so many tokens."""
+        return self.takes(tokens) and tokens > self.above
 
     def takes(self, tokens: int) -> bool:
         """Whether it can run steps of so many tokens."""
@@ -150,6 +159,9 @@ def native_caches(node: NodeSpec, k: int, v: int) -> bool:
 
 #: First compute capability with conversions of fp8.
 FP8_SM = 89
+#: Steps of up to so many tokens have no kernels with sums in float16: memory bounds them, or large tiles
+#: would be too few to fill a GPU.
+SMALL_STEPS = 128
 #: Element types of the GPU kernels' operands.
 GPU_FLOATS = ("float32", "float16", "bfloat16")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pelton.ir import float16_sums
 from pelton.ir.op import Op, Sample, register
 from pelton.ir.static_codes import STATIC_SAMPLES, rounded, scale_of, to_codes
 
@@ -78,7 +79,13 @@ OP = register(
         reference=reference,
         shape_rule=shape_rule,
         samples=samples,
-        tolerance={"float32": 1e-5, "bfloat16": 1e-2, "int8": 2e-2, "fp8": 6e-2},
+        tolerance={
+            "float32": 1e-5,
+            "bfloat16": 1e-2,
+            "int8": 2e-2,
+            "fp8": 6e-2,
+            "float16_sums": float16_sums.PRODUCT,
+        },
         optional=True,
     )
 )

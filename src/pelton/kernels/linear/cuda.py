@@ -1,5 +1,6 @@
 """Products on NVIDIA GPUs (``products.py``, ``packed.py``)."""
 
+from pelton.kernels.linear.half_sums import half_sums_tactics
 from pelton.kernels.linear.hopper_blocks import block_tactics
 from pelton.kernels.linear.hopper_invariant import invariant_tactics
 from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
@@ -20,4 +21,5 @@ TACTICS = [
     *block_tactics("linear", FORM),
     *dense_tactics("linear", FORM),
     *invariant_tactics("linear", FORM),
+    *half_sums_tactics("linear", FORM),
 ]

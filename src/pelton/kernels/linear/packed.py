@@ -28,7 +28,7 @@ from pelton.kernels.linear.packed_tiles import (
     packed_tiles,
     unit_columns,
 )
-from pelton.kernels.linear.products import Form, Launches, Product, aligned, cublaslt, normed_bytes
+from pelton.kernels.linear.products import Form, Launches, Product, aligned, cublaslt, gemm, normed_bytes
 from pelton.kernels.tactic import GPU_FLOATS, NodeSpec, Tactic, no_codes
 
 MODULE = "pelton.kernels.linear.triton_packed"
@@ -94,8 +94,9 @@ def whole(tiles: PackedTiles, n: int, k: int) -> bool:
     return steps % tiles.programs == 0 and steps // tiles.programs % k_tiles == 0
 
 
-def unpacked(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
-    """For many tokens: the weight as dense rows into the workspace, and cuBLASLt's product."""
+def unpacked(form: Form, call: CallSpec, max_tokens: int, *, half_sums: bool = False) -> tuple[Work, ...]:
+    """For many tokens: the weight as dense rows into the workspace, and cuBLASLt's product, or ours with
+    ``half_sums``."""
     p = Product(form, call, max_tokens)
     quant, stacked = p.weight.quant, int(p.weight.shape[0])
     b = Builder(call, UNPACK, "unpack").input("weight", 1).workspace("out", p.scratch, dtype=p.x.dtype)
@@ -103,6 +104,8 @@ def unpacked(form: Form, call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
     columns = unit_columns(quant, 128)
     b.constants(P=4, UNIT=columns)
     dense = b.launch((Term(times=-(-p.k // columns)),), (Term(times=-(-stacked // 64)),), num_warps=4)
+    if half_sums:
+        return dense, *gemm(form, call, max_tokens, p.scratch, half_sums=True)
     used = _dense_bytes(p.x.dtype, stacked, p.k)
     return dense, *cublaslt(form, call, max_tokens, workspace(p.scratch), used)
 
@@ -153,7 +156,7 @@ def _partial_bytes(form: Form, n: int, k: int, max_tokens: int, tiles: PackedTil
     return -(-max_tokens // tiles.block_m) * 2 * tiles.programs * tile
 
 
-def _unpacked_bytes(form: Form, node: NodeSpec, max_tokens: int) -> int:
+def unpacked_bytes(form: Form, node: NodeSpec, max_tokens: int) -> int:
     n, k, dtype, _ = _sizes(form, node)
     stacked = 2 * n if form.gated else n
     total = normed_bytes(form, k, dtype, max_tokens) + _dense_bytes(dtype, stacked, k)
@@ -210,7 +213,7 @@ def packed_tactics(op: str, form: Form) -> list[Tactic]:
         tactic(
             "unpack_cublaslt",
             lambda call, tokens: unpacked(form, call, tokens),
-            lambda node, tokens: _unpacked_bytes(form, node, tokens),
+            lambda node, tokens: unpacked_bytes(form, node, tokens),
             _supports_unpacked,
             priority=20,
         ),

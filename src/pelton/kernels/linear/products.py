@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pelton.dtypes import CODE_DTYPES, ITEMSIZE
+from pelton.ir.float16_sums import COLUMNS
 from pelton.kernels.gated_activation.cuda import KINDS
 from pelton.kernels.gated_activation.cuda import MODULE as GATED
 from pelton.kernels.launch import (
@@ -263,13 +264,19 @@ def cublaslt(
     return *p.norm(), product, b.launch((rows(p.x),), (Term(times=-(-p.n // block)),), dependent=True)
 
 
-def gemm(form: Form, call: CallSpec, max_tokens: int, unpacked: int | None = None) -> tuple[Work, ...]:
-    """Many tokens where cuBLASLt cannot. ``unpacked``: its byte of the workspace where the weight is."""
+def gemm(
+    form: Form, call: CallSpec, max_tokens: int, unpacked: int | None = None, *, half_sums: bool = False
+) -> tuple[Work, ...]:
+    """Many tokens where cuBLASLt cannot. ``unpacked``: its byte of the workspace where the weight is.
+
+    ``half_sums``: sums of ``COLUMNS`` columns are in float16, as x and the weight.
+    """
     p = Product(form, call, max_tokens)
     block_n = 64 if form.gated else 128
     b = p.builder(GEMM, "gemm", normed=form.norm is not None, unpacked=unpacked)
     b = b.output("out").dim("tokens", p.x.shape[0])
-    b.constants(BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64 if p.itemsize == 2 else 32, GROUP=8, STAGES=3)
+    b.constants(BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=COLUMNS if p.itemsize == 2 else 32, GROUP=8, STAGES=3)
+    b.constants(HALF_SUMS=half_sums)
     return *p.norm(), b.launch((rows(p.x, 128, -(-p.n // block_n)),), num_warps=8)
 
 

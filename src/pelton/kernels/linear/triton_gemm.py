@@ -1,8 +1,9 @@
-"""Matrix products for many tokens, where cuBLASLt cannot: with a bias, or of two types."""
+"""Matrix products for many tokens, where cuBLASLt cannot: with a bias, of two types, with sums in float16."""
 
 import triton
 import triton.language as tl
 
+from pelton.kernels.gpu.triton_sums import dot
 from pelton.kernels.linear.triton_stream import finish
 
 
@@ -24,9 +25,10 @@ def gemm(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    HALF_SUMS: tl.constexpr,
 ):
     """As ``stream``, a tile a program; in groups of ``GROUP`` tiles of tokens, so that neighbouring programs
-    share weights in L2."""
+    share weights in L2. With ``HALF_SUMS`` the sums of ``BLOCK_K`` columns are in float16."""
     pid = tl.program_id(0)
     m_tiles = tl.cdiv(tokens, BLOCK_M)
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -47,11 +49,11 @@ def gemm(
         else:
             v = tl.load(x_rows + start, mask=(k < K - start)[:, None], other=0.0)
             w = tl.load(w_rows + start, mask=(k < K - start)[None, :], other=0.0)
-        acc = tl.dot(w.to(v.dtype), v, acc, input_precision="ieee")
+        acc = dot(w.to(v.dtype), v, acc, HALF_SUMS)
         if KIND != "":
             if K % BLOCK_K == 0:
                 u = tl.load(w_rows + N * K + start)
             else:
                 u = tl.load(w_rows + N * K + start, mask=(k < K - start)[None, :], other=0.0)
-            up = tl.dot(u.to(v.dtype), v, up, input_precision="ieee")
+            up = dot(u.to(v.dtype), v, up, HALF_SUMS)
     finish(acc, up, bias, residual, out, n, m, tokens, N, R_ROW, KIND)

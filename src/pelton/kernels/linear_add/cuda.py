@@ -1,5 +1,6 @@
 """Products that are added to a residual, on NVIDIA GPUs (``linear/products.py``, ``linear/packed.py``)."""
 
+from pelton.kernels.linear.half_sums import half_sums_tactics
 from pelton.kernels.linear.hopper_blocks import block_tactics
 from pelton.kernels.linear.hopper_invariant import invariant_tactics
 from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
@@ -20,4 +21,5 @@ TACTICS = [
     *block_tactics("linear_add", FORM),
     *dense_tactics("linear_add", FORM),
     *invariant_tactics("linear_add", FORM),
+    *half_sums_tactics("linear_add", FORM),
 ]

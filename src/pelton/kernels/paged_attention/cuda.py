@@ -7,11 +7,12 @@ heads of one KV head, and with few sequences several programs share the keys of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pelton.dtypes import ITEMSIZE
+from pelton.ir.float16_sums import KEYS
 from pelton.kernels.launch import Builder, CallSpec, Term, Work, power_of_two, rows
-from pelton.kernels.tactic import NodeSpec, Tactic, gpu_caches
+from pelton.kernels.tactic import SMALL_STEPS, NodeSpec, Tactic, gpu_caches, no_codes
 
 MODULE = "pelton.kernels.paged_attention.triton_attention"
 #: (most sequences, programs that share a sequence's keys).
@@ -33,8 +34,19 @@ def _supports(node: NodeSpec) -> bool:
     return gpu_caches(node, 1, 2, codes=True)
 
 
-def attention(call: CallSpec, tiles: Tiles, tokens: int, *, invariant: bool = False) -> tuple[Work, ...]:
-    """The launches for a step of at most ``tokens`` tokens (they size the parts to combine)."""
+def supports_half_sums(node: NodeSpec) -> bool:
+    """Queries in float16."""
+    q = node.inputs[0]
+    return _supports(node) and no_codes(node) and q is not None and q.dtype == "float16"
+
+
+def attention(
+    call: CallSpec, tiles: Tiles, tokens: int, *, invariant: bool = False, half_sums: bool = False
+) -> tuple[Work, ...]:
+    """The launches for a step of at most ``tokens`` tokens (they size the parts to combine).
+
+    ``half_sums``: scores, and a tile's sums of values, are in float16, as q.
+    """
     q, k_cache, table = call.input(0), call.input(1), call.input(3)
     heads, dim = int(q.shape[1]), int(q.shape[2])
     group = heads // int(k_cache.shape[1])
@@ -60,7 +72,7 @@ def attention(call: CallSpec, tiles: Tiles, tokens: int, *, invariant: bool = Fa
     b.constants(Q_ROW=q.strides[0], Q_HEAD=q.strides[1], WINDOW=int(call.attrs["window"]))
     b.constants(SOFTCAP=softcap > 0, BLOCK_Q=block_q, BLOCK_M=max(16, power_of_two(block_q * group)))
     b.constants(BLOCK_N=tiles.keys, BLOCK_D=max(16, power_of_two(dim)), SPLITS=tiles.splits)
-    b.constants(STAGES=tiles.stages, UNMASKED=not invariant)
+    b.constants(STAGES=tiles.stages, UNMASKED=not invariant, HALF_SUMS=half_sums)
     whole = b.launch(
         (rows(q, block_q), rows(table)),
         (Term(times=heads // group),),
@@ -102,6 +114,11 @@ def prefill_tiles(dim: int, itemsize: int = 2) -> Tiles:
     if itemsize == 4:
         return _wide_tiles(dim)
     return Tiles(128, 128, 1, 3, 8) if dim <= 128 else Tiles(64, 32, 1, 2, 4)
+
+
+def _half_sums(call: CallSpec, max_tokens: int) -> tuple[Work, ...]:
+    tiles = replace(prefill_tiles(int(call.input(0).shape[2])), keys=KEYS)
+    return attention(call, tiles, max_tokens, half_sums=True)
 
 
 def _wide_tiles(dim: int) -> Tiles:
@@ -182,5 +199,17 @@ TACTICS = [
         precision="bfloat16",
         batch_invariant=True,
         launches=_invariant,
+    ),
+    Tactic(
+        name="cuda.paged_attention.half_sums",
+        op="paged_attention",
+        device="cuda",
+        supports=supports_half_sums,
+        priority=70,
+        precision="float16_sums",
+        sums="float16",
+        above=SMALL_STEPS,
+        launches=_half_sums,
+        decode=decode_launches(1),
     ),
 ]

@@ -4,11 +4,16 @@ A program handles one KV head and a tile of queries of one sequence: ``BLOCK_Q``
 heads that share the KV head are the rows of its scores. Tiles are numbered over all sequences without a
 table: sequence b starts at tile ``cu_seqlens[b] // BLOCK_Q + b``, which leaves at most one tile unused each.
 With ``SPLITS`` > 1 the keys of a tile are shared out, and ``combine`` joins the parts.
+
+With ``HALF_SUMS`` tensor cores add in float16: scores, of queries that have been scaled, and weights times
+values over a tile's keys. All between and behind is float32: the softmax with its maximum and sum, and the
+results, which tiles are added to.
 """
 
 import triton
 import triton.language as tl
 
+from pelton.kernels.gpu.triton_sums import dot
 from pelton.kernels.kv_write.triton_codes import encode
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -67,6 +72,7 @@ def _accumulate(
     SOFTCAP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HALF_SUMS: tl.constexpr,
 ):
     """One tile of keys more. ``exists``, ``seen``: masks of keys and of scores, or True for all."""
     d = tl.arange(0, BLOCK_D)
@@ -78,7 +84,11 @@ def _accumulate(
         mask = in_head[None, :] if exists is True else exists[:, None] & in_head[None, :]
         k = tl.load(k_cache + places, mask=mask, other=0.0)
         v = tl.load(v_cache + places, mask=mask, other=0.0)
-    s = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee") * factor
+    k = tl.trans(k.to(q_tile.dtype))
+    if HALF_SUMS:
+        s = tl.dot(q_tile, k, out_dtype=tl.float16).to(tl.float32) * factor
+    else:
+        s = tl.dot(q_tile, k, input_precision="ieee") * factor
     if SOFTCAP:
         # softcap * tanh(s / softcap), tanh(u) = 1 - 2 / (exp(2 u) + 1)
         s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0)) * LOG2_E
@@ -91,7 +101,7 @@ def _accumulate(
     alpha = tl.exp2(best - shift)
     total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
-    acc = tl.dot(p.to(q_tile.dtype), v.to(q_tile.dtype), acc, input_precision="ieee")
+    acc = dot(p.to(q_tile.dtype), v.to(q_tile.dtype), acc, HALF_SUMS)
     return new_best, total, acc
 
 
@@ -139,6 +149,7 @@ def attention(
     SPLITS: tl.constexpr,
     UNMASKED: tl.constexpr,
     STAGES: tl.constexpr,
+    HALF_SUMS: tl.constexpr,
 ):
     # The last tiles of a long prompt see the most keys: they begin first, so that none is left alone.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -190,6 +201,12 @@ def attention(
     factor = scale if SOFTCAP else scale * LOG2_E
     if k_scale is not None:
         factor *= tl.load(k_scale + kv_head)
+    if HALF_SUMS:
+        # By the factor's power of two, which rounds nothing, so that sums are at most the scores.
+        power = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        power = tl.minimum(tl.maximum(power, 0.00006103515625), 1.0)  # 2^-14: a normal number of float16
+        q_tile = (q_tile * power).to(q_tile.dtype)
+        factor /= power
     for key0 in tl.range(begin, masked, BLOCK_N, num_stages=STAGES):
         at = _places(key0, column, True, table, kv_head, HEADS // GROUP, D, PAGE, BLOCK_N)
         best, total, acc = _accumulate(
@@ -208,6 +225,7 @@ def attention(
             SOFTCAP,
             D,
             BLOCK_D,
+            HALF_SUMS,
         )
     for key0 in tl.range(masked, end, BLOCK_N, num_stages=STAGES):
         key = key0 + column
@@ -235,6 +253,7 @@ def attention(
             SOFTCAP,
             D,
             BLOCK_D,
+            HALF_SUMS,
         )
     if v_scale is not None:
         acc *= tl.load(v_scale + kv_head)

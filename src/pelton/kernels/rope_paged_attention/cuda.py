@@ -26,7 +26,7 @@ from pelton.kernels.launch import (
 from pelton.kernels.launch import workspace as workspace_at
 from pelton.kernels.paged_attention import cuda as paged_attention
 from pelton.kernels.rope_kv_write import cuda as rope_kv_write
-from pelton.kernels.tactic import NodeSpec, Tactic, TensorSpec, gpu_caches
+from pelton.kernels.tactic import SMALL_STEPS, NodeSpec, Tactic, TensorSpec, gpu_caches
 
 MODULE = "pelton.kernels.rope_paged_attention.triton_decode"
 
@@ -37,6 +37,7 @@ _ATTEND = (4, 5, 7, 8, 9, 12, 13, 16)
 
 _attentions = {tactic.name: tactic for tactic in paged_attention.TACTICS}
 ATTENTION = _attentions["cuda.paged_attention"]
+HALF_SUMS = _attentions["cuda.paged_attention.half_sums"]
 _INVARIANT = _attentions["cuda.paged_attention.invariant"]
 
 
@@ -194,6 +195,11 @@ def supports(largest: int) -> Callable[[NodeSpec], bool]:
     return takes
 
 
+def supports_half_sums(node: NodeSpec) -> bool:
+    """As the second part says."""
+    return supports(0)(node) and HALF_SUMS.supports(attention_of(HALF_SUMS, node))
+
+
 def _decode(largest: int) -> Callable[[CallSpec, int], tuple[Work, ...]]:
     return lambda call, max_tokens: decode(call, _tiles(largest, call.inputs[4]), largest)
 
@@ -224,5 +230,18 @@ TACTICS = [
         batch_invariant=True,
         workspace=workspace(0, _INVARIANT),
         launches=separately(_INVARIANT),
+    ),
+    Tactic(
+        name="cuda.rope_paged_attention.half_sums",
+        op="rope_paged_attention",
+        device="cuda",
+        supports=supports_half_sums,
+        priority=70,
+        precision="float16_sums",
+        sums="float16",
+        above=SMALL_STEPS,
+        workspace=workspace(0, HALF_SUMS),
+        launches=separately(HALF_SUMS),
+        decode=_decode(0),
     ),
 ]

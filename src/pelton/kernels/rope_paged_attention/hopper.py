@@ -9,7 +9,7 @@ from pelton.dtypes import KV_CODES
 from pelton.kernels.launch import CallSpec, CudaBuilder, Term, Work, result_code, rows
 from pelton.kernels.paged_attention import hopper
 from pelton.kernels.rope_paged_attention import cuda
-from pelton.kernels.tactic import NodeSpec, Tactic
+from pelton.kernels.tactic import SMALL_STEPS, NodeSpec, Tactic
 
 FILE = "rope_paged_attention/hopper_decode.cu"
 KEYS, ROWS = 16, 16
@@ -201,6 +201,20 @@ TACTICS = [
             decode=_decode(largest),
         )
         for largest in cuda.LARGEST
+    ),
+    Tactic(
+        name="cuda.rope_paged_attention.hopper8.half_sums",
+        op="rope_paged_attention",
+        device="cuda",
+        supports=lambda node: _supports_codes(0)(node) and cuda.supports_half_sums(node),
+        priority=71,
+        precision="float16_sums",
+        sums="float16",
+        above=SMALL_STEPS,
+        workspace=cuda.workspace(0, cuda.HALF_SUMS),
+        sm=90,
+        launches=cuda.separately(cuda.HALF_SUMS),
+        decode=_decode(0),
     ),
     Tactic(
         name="cuda.rope_paged_attention.hopper.invariant",
