@@ -39,22 +39,24 @@ def memory(folder: Path, layers: int, recipe: str, shape: dict[str, Any] = SHAPE
 
 
 @pytest.mark.parametrize("recipe", ["int4", "awq-gptq-int4"])
-def test_three_more_layers_take_no_more_memory(recipe: str, tmp_path: Path) -> None:
-    few, many = memory(tmp_path / "a", 2, recipe), memory(tmp_path / "b", 5, recipe)
-    assert many < few + LAYER / 2, f"{few / LAYER:.1f} and {many / LAYER:.1f} layers"
+def test_six_more_layers_take_no_more_memory(recipe: str, tmp_path: Path) -> None:
+    """What the allocators keep differs from run to run by half a layer."""
+    few, many = memory(tmp_path / "a", 2, recipe), memory(tmp_path / "b", 8, recipe)
+    assert many < few + LAYER, f"{few / LAYER:.1f} and {many / LAYER:.1f} layers"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_layer_of_eight_billions_shape(tmp_path: Path) -> None:
-    """GPTQ of a decoder layer of Llama-3.1-8B's shape with 512 calibration tokens (some minutes).
+@pytest.mark.parametrize("recipe", ["gptq-int4", "awq-int4", "smoothquant"])
+def test_a_layer_of_eight_billions_shape(recipe: str, tmp_path: Path) -> None:
+    """A decoder layer of Llama-3.1-8B's shape with 512 calibration tokens (some minutes).
 
-    Its peak is while ``down_proj`` is rounded: the layer in float32, the Gram matrix of its 14336 columns,
-    the factor made of it, the weight once more, in the order of its columns (2.75 GB); and half a GB for the
-    codes of all products, hidden states, strips of products and what the allocators keep (0.42 measured).
+    The layer in float32, the Gram matrices of its four inputs, and one weight more (2.13 GB); and 0.15 GB for
+    hidden states, codes, pieces of products and what the allocators keep.
     """
     shape = EIGHT_BILLION | {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": True}
-    took = memory(tmp_path / "m", 1, "gptq-int4", shape, length=128)
+    took = memory(tmp_path / "m", 1, recipe, shape, length=128)
     hidden, wide, kv = 4096, 14336, 1024
     layer = 4 * (3 * hidden * wide + 2 * hidden * hidden + 2 * kv * hidden)
-    assert took < layer + 2 * 4 * wide**2 + 4 * hidden * wide + 500_000_000, f"{took / 1e9:.2f} GB"
+    grams = 4 * (3 * hidden**2 + wide**2)
+    assert took < layer + grams + 4 * hidden * wide + 150_000_000, f"{took / 1e9:.2f} GB"

@@ -11,6 +11,7 @@ from pelton.ir.blocks import dequantize
 from pelton.ir.group_blocks import E4M3, group_of, scales
 from pelton.ir.group_encoder import Scales, codes_of, encode, fit, into_groups, values_of
 from pelton.quant import awq, llm_int8, smoothquant
+from pelton.quant import gptq as gptq_module
 from pelton.quant.activations import rounded_activations
 from pelton.quant.gptq import gptq, inverse_factor
 from pelton.quant.nf4 import double_quantized, nf4_double
@@ -66,10 +67,11 @@ def test_statistics_are_those_of_all_inputs_at_once() -> None:
 
 def test_output_error_is_that_of_the_products() -> None:
     x, w = inputs(64), weights(24, 64)
-    rounded = nearest_values(w, "int4_g32")
+    tensor = round_nearest(w, "int4_g32")
+    rounded = dequantize(tensor)
     direct = np.square((rounded - w).astype(np.float64) @ x.T).sum()
     assert output_error(rounded - w, seen(x).gram) == pytest.approx(direct, rel=1e-4)
-    of_weight, of_output = relative_errors(w, rounded, seen(x).gram)
+    of_weight, of_output = relative_errors(w, tensor, seen(x).gram)
     assert of_weight == pytest.approx(np.linalg.norm(rounded - w) / np.linalg.norm(w), rel=1e-5)
     assert of_output == pytest.approx((direct / np.square(w.astype(np.float64) @ x.T).sum()) ** 0.5, rel=1e-4)
 
@@ -77,7 +79,8 @@ def test_output_error_is_that_of_the_products() -> None:
 def test_dividing_the_statistics_is_dividing_the_inputs() -> None:
     x = inputs(32)
     s = np.linspace(0.2, 5, 32, dtype=np.float32)
-    found, expected = seen(x).divided(s), seen(x / s)
+    found, expected = seen(x), seen(x / s)
+    found.divide(s)
     for name in ("gram", "abs_sum", "abs_max", "sample"):
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-3, atol=1e-3)
 
@@ -191,22 +194,51 @@ def test_gptq_of_channels_that_are_never_used() -> None:
     assert (dequantize(found) == 0).all()
 
 
-def test_the_factor_is_of_the_damped_inverse() -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_factor_is_of_the_damped_inverse(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = 700  # more than are inverted at once
+    monkeypatch.setattr(gptq_module, "_DOUBLE", 0 if wide else columns)
+    monkeypatch.setattr(gptq_module, "_STRIP", 100)
     gram = seen(inputs(columns, tokens=900)).gram
-    h = 2 * gram.astype(np.float64)
+    gram = np.tril(gram) + np.tril(gram, -1).T
+    order = np.random.default_rng(3).permutation(columns)
+    h = 2 * gram.astype(np.float64)[np.ix_(order, order)]
     h += 0.05 * np.diag(h).mean() * np.eye(columns)
-    u = inverse_factor(gram, 0.05).astype(np.float64)
+    before = gram.copy()
+    with inverse_factor(gram, 0.05, order) as factor:
+        assert np.shares_memory(factor, gram) == wide, "the largest array is not there twice"
+        u = np.triu(factor).astype(np.float64)
     np.testing.assert_allclose(u.T @ u @ h, np.eye(columns), atol=1e-3)
-    assert (np.tril(u, -1) == 0).all()
+    np.testing.assert_array_equal(gram, before)
 
 
-def test_few_tokens_are_damped_until_they_can_be_used() -> None:
-    x = np.ones((1, 64), np.float32) * 1e3
-    u = inverse_factor(x.T @ x, 1e-30)
-    assert np.isfinite(u).all() and (np.diag(u) > 0).all()
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        inverse_factor(np.full((4, 4), np.nan, np.float32), 0.01)
+@pytest.mark.parametrize("wide", [False, True])
+def test_few_tokens_are_damped_until_they_can_be_used(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gptq_module, "_DOUBLE", 0 if wide else 64)
+    x = np.linspace(1, 2, 64, dtype=np.float32)[None] * 1e3
+    gram = x.T @ x
+    with inverse_factor(gram, 1e-30) as u:
+        assert np.isfinite(np.triu(u)).all() and (np.diag(u) > 0).all()
+    np.testing.assert_array_equal(gram, x.T @ x)
+    with (
+        pytest.raises(ValueError, match="NaN or infinite"),
+        inverse_factor(np.full((4, 4), np.nan, np.float32), 0.01),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+def test_wide_weights_get_the_same_codes(act_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a width the factor is of float32 and within the Gram matrix, which comes back as it was."""
+    x, w = inputs(600), weights(24, 600)
+    x[:, 5] = 0
+    gram = x.T @ x
+    before = gram.copy()
+    narrow = gptq(w, gram, "int8_row", act_order=act_order)
+    monkeypatch.setattr(gptq_module, "_DOUBLE", 0)
+    wide = gptq(w, gram, "int8_row", act_order=act_order)
+    np.testing.assert_array_equal(gram, before)
+    assert (narrow.data == wide.data).mean() > 0.99
 
 
 # ---- AWQ ----

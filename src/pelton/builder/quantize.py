@@ -35,6 +35,7 @@ from pelton.builder.quantized_view import (
     places,
     plain_values,
     plain_weight,
+    row_parts,
     targets,
     tensor_info,
 )
@@ -169,8 +170,7 @@ class _Quantizer:
                 full = self._full(index, name)
                 tensor = evaluate(self._recipes[full], self._checkpoint.read)
                 assert_finite(tensor, self.places[full].tensor)
-                # A copy: scaling writes into it.
-                self._put(layer, name, np.array(dequantize(tensor)))
+                self._put(layer, name, dequantize(tensor))
             yield layer
         finally:
             for name, parameter in meta.items():
@@ -202,33 +202,22 @@ class _Quantizer:
             if config.scaling != "none":
                 changed = self._scale(index, layer, shared, statistics, alphas)
                 self._check_folded(index, before)
-        tensors, activations, rows = {}, {}, []
+        tensors: dict[str, HostTensor] = {}
+        activations: dict[str, ActivationQuant] = {}
+        rows = []
         clips = clippable(layer) if config.clip else frozenset()
         for linear in linears:
             target = self._target(index, linear)
-            # Gram matrices are let go as soon as no layer needs them: they are large.
+            # Gram matrices, and weights that have codes, are let go at once: they are what is large.
             seen = statistics.pop(linear, None)
-            if target is None:
-                continue
-            weight = layer.get_submodule(linear).weight.numpy()
-            name = target.place.tensor
-            tensor = self._round(weight, target.quant, seen, clip=linear in clips)
-            tensors[name] = tensor
-            changed.discard(f"{linear}.weight")
-            if config.activations is not None:
-                tops = np.zeros(1, np.float32) if seen is None else seen.abs_max
-                of_input = config.activations.of_columns(weight.shape[1])
-                activations[name] = smoothquant.settled(of_input, tops)
-            of_weight, of_output = relative_errors(weight, dequantize(tensor), seen.gram if seen else None)
-            rows.append(
-                LinearReport(
-                    tensor=name,
-                    quant=target.quant,
-                    weight_error=of_weight,
-                    output_error=None if np.isnan(of_output) else of_output,
-                    alpha=alphas.get(linear),
-                )
-            )
+            if target is not None:
+                module, clip = layer.get_submodule(linear), linear in clips
+                row = self._linear(module, target, seen, tensors, activations, clip=clip)
+                rows.append(msgspec.structs.replace(row, alpha=alphas.get(linear)))
+                changed.discard(f"{linear}.weight")
+                if before is not None:
+                    module.weight = torch.nn.Parameter(module.weight.to("meta"), requires_grad=False)
+            del seen
         for name in sorted(changed):
             place = self.places[self._full(index, name)]
             tensors[place.tensor] = place.dense(layer.get_parameter(name).numpy())
@@ -239,6 +228,31 @@ class _Quantizer:
                 error = self._contribution_error(index, before)
         report = LayerReport(name=f"{self._prefix}.{index}", linears=tuple(rows), output_error=error)
         return Layer(tensors=tensors, activations=activations, report=report)
+
+    def _linear(
+        self,
+        module: Any,
+        target: Target,
+        seen: InputStatistics | None,
+        tensors: dict[str, HostTensor],
+        activations: dict[str, ActivationQuant],
+        *,
+        clip: bool,
+    ) -> LinearReport:
+        """Choose the codes of a linear layer's weight: what is kept of it, and its report."""
+        weight, name = module.weight.numpy(), target.place.tensor
+        tensors[name] = tensor = self._round(weight, target.quant, seen, clip=clip)
+        if self._config.activations is not None:
+            tops = np.zeros(1, np.float32) if seen is None else seen.abs_max
+            of_input = self._config.activations.of_columns(weight.shape[1])
+            activations[name] = smoothquant.settled(of_input, tops)
+        of_weight, of_output = relative_errors(weight, tensor, seen.gram if seen else None)
+        return LinearReport(
+            tensor=name,
+            quant=target.quant,
+            weight_error=of_weight,
+            output_error=None if np.isnan(of_output) else of_output,
+        )
 
     def _gather(self, index: int, layer: Any, shared: list[SharedInput]) -> dict[str, InputStatistics]:
         """Statistics of each linear layer's input; those that share it share them."""
@@ -281,8 +295,11 @@ class _Quantizer:
             kept = [(name, t) for name in group.linears if (t := self._target(index, name)) is not None]
             if not kept or not group.foldable:
                 continue
-            weights = [layer.get_submodule(name).weight.numpy() for name, _ in kept]
-            rounders = [partial(self._values, quant=t.quant) for _, t in kept]
+            weights, rounders = [], []
+            for name, target in kept:
+                parts = row_parts(layer.get_submodule(name).weight.numpy(), target.quant, config)
+                weights += parts
+                rounders += [partial(self._values, quant=target.quant)] * len(parts)
             seen = statistics[group.linears[0]]
             alpha: float | None
             if config.scaling == "awq":
@@ -297,7 +314,7 @@ class _Quantizer:
                 continue
             fold(layer, group, s)
             alphas.update(dict.fromkeys(group.linears, alpha))
-            statistics.update(dict.fromkeys(group.linears, seen.divided(s)))
+            seen.divide(s)
             makers = [m for m in (group.norm, group.rows and group.rows.linear) if m]
             changed |= {f"{name}.weight" for name in (*group.linears, *makers)}
             changed |= {
@@ -348,7 +365,7 @@ class _Quantizer:
         for name, _ in list(layer.named_parameters()):
             place = self.places[self._full(index, name)]
             if place.tensor in tensors:
-                self._put(layer, name, np.array(place.parameter(tensors[place.tensor])))
+                self._put(layer, name, place.parameter(tensors[place.tensor]))
 
     @contextmanager
     def _rounding_inputs(self, index: int, layer: Any, activations: Mapping[str, ActivationQuant]) -> Any:
@@ -390,7 +407,7 @@ class _Quantizer:
             weight = float_weight(self._checkpoint, target.place)
             tensor = plain_weight(weight, target.quant, self._config)
             tensors[target.place.tensor] = tensor
-            of_weight, _ = relative_errors(weight, dequantize(tensor), None)
+            of_weight, _ = relative_errors(weight, tensor, None)
             rows.append(LinearReport(tensor=target.place.tensor, quant=target.quant, weight_error=of_weight))
         report = LayerReport(name="outside the layers", linears=tuple(rows))
         return Layer(tensors=tensors, activations={}, report=report)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pelton.errors import CheckpointError, ConfigError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
+from pelton.ir.group_encoder import ScaleRangeError
 from pelton.ir.kv_quant import KVQuant
 from pelton.ir.recipe import AddScalar, Recipe, Source, Transpose, transpose
 from pelton.ir.tensors import HostTensor, ValuesNotRead
@@ -29,6 +31,9 @@ from pelton.quant.nf4 import nf4_double
 from pelton.quant.qserve import progressive_tensor
 from pelton.quant.rounding import nearest_values, round_nearest
 from pelton.quant.statistics import Float32
+
+#: Rows of a weight that are rounded at a time: whole blocks of all types.
+_PART_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -201,12 +206,31 @@ def targets(model: nn.CausalLM, config: QuantConfig) -> tuple[dict[str, Target],
                 f"the pattern {pattern!r} fits no module of {type(model).__name__}; they are named like "
                 f"{modules[len(modules) // 2]}"
             )
+    first = {next((p for p in config.overrides if fnmatch.fnmatchcase(m, p)), None) for m in modules}
+    for pattern in config.overrides:
+        if pattern not in first:
+            raise ConfigError(
+                f"the override {pattern!r} changes nothing: those before it fit all of its modules; put it "
+                "first"
+            )
     if not found:
         raise ConfigError(
             f"the recipe quantises no module of {type(model).__name__}: "
             f"{'; '.join(sentences) or 'its patterns leave none'}"
         )
     return found, sentences
+
+
+@contextmanager
+def naming(tensor: str) -> Iterator[None]:
+    """Raise ``CheckpointError`` with the tensor's name for values that a type's scales cannot span."""
+    try:
+        yield
+    except ScaleRangeError as error:
+        raise CheckpointError(
+            f"{tensor} cannot be quantised: {error}; is the checkpoint damaged? Leave its module as it is "
+            "(ignore), or give it a type with float32 scales (overrides: int8_row)"
+        ) from error
 
 
 def plain_weight(weight: Float32, quant: str, config: QuantConfig) -> HostTensor:
@@ -229,6 +253,13 @@ def plain_values(weight: Float32, quant: str, config: QuantConfig) -> Float32:
     return nearest_values(weight, quant, symmetric=config.symmetric, per_tensor=per_tensor)
 
 
+def row_parts(weight: Float32, quant: str, config: QuantConfig) -> list[Float32]:
+    """``weight`` in pieces of rows that ``plain_values`` rounds as it rounds the whole."""
+    whole = quant == "nvfp4" or config.double_quantization or (config.per_tensor and quant.endswith("_row"))
+    step = len(weight) if whole else _PART_ROWS
+    return [weight[i : i + step] for i in range(0, len(weight), step)]
+
+
 def float_weight(checkpoint: Checkpoint, place: Place) -> Float32:
     """A weight's values (out, in), dequantised. Raises ``CheckpointError`` for values that are not finite."""
     recipe = checkpoint.source(place.tensor)
@@ -241,7 +272,12 @@ def round_in_stream(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoin
     """``base`` as a recipe without calibration makes it: each weight is rounded when it is read."""
     config.check()
     assert not config.calibrated
-    return _view(base, config, lambda t: plain_weight(float_weight(base, t.place), t.quant, config))
+
+    def read(target: Target) -> HostTensor:
+        with naming(target.place.tensor):
+            return plain_weight(float_weight(base, target.place), target.quant, config)
+
+    return _view(base, config, read)
 
 
 def planned(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoint:

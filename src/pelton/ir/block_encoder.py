@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pelton.dtypes import BLOCK_TYPES, GROUP_BLOCK_TYPES
 from pelton.ir import blocks, group_encoder
 from pelton.ir.blocks import Array, Float32
+from pelton.ir.group_encoder import to_half
 from pelton.ir.tensors import HostTensor
 
 
@@ -43,9 +44,7 @@ def quantize(x: Float32, quant: str) -> HostTensor:
 
 def _half(values: Array) -> npt.NDArray[np.uint16]:
     """(..., 1) float32 rounded to float16 -> (...) bit patterns."""
-    rounded = values[..., 0].astype(np.float16)
-    assert np.isfinite(rounded).all(), "a block's scale does not fit in float16"
-    return rounded.view(np.uint16)
+    return to_half(values[..., 0]).view(np.uint16)
 
 
 def _stored(values: Array) -> Array:

@@ -5,10 +5,14 @@ Scales span each group's range. numpy only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from pelton.ir.blocks import row_chunks
 from pelton.ir.group_blocks import (
     _CODEBOOK,
     E2M1,
@@ -24,6 +28,10 @@ from pelton.ir.group_blocks import (
 from pelton.ir.tensors import HostTensor
 
 
+class ScaleRangeError(ValueError):
+    """A type cannot store the scale of some group of values."""
+
+
 class Scales(NamedTuple):
     """What the values of a tensor's groups are rounded with, as the type stores it."""
 
@@ -34,6 +42,12 @@ class Scales(NamedTuple):
     row: Float32 | None = None
     """(rows, 1): the header of nvfp4, by which the stored group scales are divided."""
 
+    def of_rows(self, shape: tuple[int, ...]) -> Iterator[tuple[slice, Scales]]:
+        """Pieces of the rows of values (rows, groups, g), with their scales."""
+        for rows in row_chunks(shape[0], math.prod(shape[1:])):
+            z = None if self.z is None else self.z[rows]
+            yield rows, Scales(self.d[rows], z, None if self.row is None else self.row[rows])
+
 
 def encode(x: Float32, quant: str, *, symmetric: bool = False) -> HostTensor:
     """``x``, (rows, cols) finite float32, as ``quant``; cols a whole number of its groups.
@@ -42,7 +56,23 @@ def encode(x: Float32, quant: str, *, symmetric: bool = False) -> HostTensor:
     """
     grouped = into_groups(x, quant)
     scales = fit(grouped, quant, symmetric=symmetric)
-    return pack(quant, codes_of(grouped, scales, quant), scales)
+    return encode_with(grouped, scales, quant)
+
+
+def encode_with(grouped: Float32, scales: Scales, quant: str) -> HostTensor:
+    """The tensor of the nearest codes of the values (rows, groups, g); some rows at a time."""
+    codes = np.empty(grouped.shape, np.uint8)
+    for rows, part in scales.of_rows(grouped.shape):
+        codes[rows] = codes_of(grouped[rows], part, quant)
+    return pack(quant, codes, scales)
+
+
+def rounded_with(grouped: Float32, scales: Scales, quant: str) -> Float32:
+    """The values of the nearest codes of the values (rows, groups, g); some rows at a time."""
+    values = np.empty_like(grouped)
+    for rows, part in scales.of_rows(grouped.shape):
+        values[rows] = values_of(codes_of(grouped[rows], part, quant), part, quant)
+    return values
 
 
 def into_groups(x: Float32, quant: str) -> Float32:
@@ -66,13 +96,19 @@ def fit(
     """
     if quant.startswith("int") and quant != "int8_row":
         return Scales(*integer_scales(grouped, bits_of(quant), symmetric=symmetric, outwards=outwards))
-    top = np.abs(grouped).max(axis=-1)
+    top = largest_size(grouped, -1)
     if quant == "nvfp4":
         row = _nvfp4_row(top) if row is None else row
         return Scales(row * E4M3[to_e4m3(top / E2M1.max() / row)], row=row)
     if quant == "mxfp4":
         return Scales(_mxfp4_scale(top))
     return Scales(top / largest(quant))
+
+
+def largest_size(values: Float32, axis: int) -> Float32:
+    """max|x| along an axis, without an array of the values' size."""
+    found: Float32 = np.maximum(np.abs(values.max(axis=axis)), np.abs(values.min(axis=axis)))
+    return found
 
 
 def largest(quant: str) -> np.float32:
@@ -125,7 +161,7 @@ def integer_scales(
     int4_g64, and Gemma 3 270M 6 % in int4_g128).
     """
     if symmetric:
-        d = np.abs(grouped).max(axis=-1) / np.float32(2 ** (bits - 1) - 0.5)
+        d = largest_size(grouped, -1) / np.float32(2 ** (bits - 1) - 0.5)
         d = _stored(d, bits, down=outwards)
         return d, np.full(d.shape, 1 << (bits - 1), np.uint8)
     low, high = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
@@ -154,11 +190,22 @@ def _stored(d: Float32, bits: int, *, down: bool = False) -> Float32:
     """The scale that a decoder will read: codes are chosen for that one."""
     if bits == 8:
         return d
-    rounded = d.astype(np.float16)
+    rounded = to_half(d)
     if down:
         rounded = np.where(rounded > d, np.nextafter(rounded, np.float16(0)), rounded)
-    assert np.isfinite(rounded).all(), "a group's scale does not fit in float16"
     return rounded.astype(np.float32)
+
+
+def to_half(scales: npt.NDArray[Any]) -> npt.NDArray[np.float16]:
+    """Scales rounded to float16. Raises ``ScaleRangeError`` for those beyond it."""
+    with np.errstate(over="ignore"):
+        rounded = scales.astype(np.float16)
+    if not np.isfinite(rounded).all():
+        raise ScaleRangeError(
+            f"the values of a group are so large that its scale does not fit in float16 "
+            f"({np.abs(scales).max():.2g})"
+        )
+    return rounded
 
 
 def _divide(grouped: Float32, d: Float32) -> Float32:

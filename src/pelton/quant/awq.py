@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.ir.group_blocks import Float32, group_of
-from pelton.ir.group_encoder import codes_of, fit, into_groups, pack, values_of
+from pelton.ir.group_encoder import codes_of, encode_with, fit, into_groups, values_of
 from pelton.ir.tensors import HostTensor
 from pelton.quant.statistics import InputStatistics, output_error
 
@@ -46,10 +46,12 @@ def search_scales(
     best, found, exponent = float("inf"), np.ones(len(statistics.gram), np.float32), 0.0
     for a in grid:
         s = agreeing(channel_scales(statistics.abs_mean, a))
-        error = sum(
-            output_error(values(w * s) / s - w, statistics.gram)
-            for w, values in zip(weights, rounded, strict=True)
-        )
+        error = 0.0
+        for w, values in zip(weights, rounded, strict=True):
+            difference = values(w * s)
+            difference /= s
+            difference -= w
+            error += output_error(difference, statistics.gram)
         if error < best:
             best, found, exponent = error, s, a
     return found, exponent
@@ -76,7 +78,7 @@ def clipped_nearest(weight: Float32, gram: Float32, quant: str, *, symmetric: bo
     parts = [_best_clips(grouped[i : i + step], within, quant, symmetric) for i in range(0, rows, step)]
     d, z = (np.concatenate(part) for part in zip(*parts, strict=True))
     scales = fit(grouped, quant, symmetric=symmetric)._replace(d=d, z=z)
-    return pack(quant, codes_of(grouped, scales, quant), scales)
+    return encode_with(grouped, scales, quant)
 
 
 def _best_clips(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pelton.ir.group_blocks import E4M3, E4M3_MAX, Float32, to_e4m3
-from pelton.ir.group_encoder import codes_of, fit, into_groups, pack
+from pelton.ir.group_encoder import encode_with, fit, into_groups
 from pelton.ir.tensors import HostTensor
 
 #: Scales that share a scale of scales.
@@ -37,4 +37,4 @@ def nf4_double(weight: Float32) -> HostTensor:
     grouped = into_groups(weight, "nf4_g64")
     scales = fit(grouped, "nf4_g64")
     scales = scales._replace(d=double_quantized(scales.d))
-    return pack("nf4_g64", codes_of(grouped, scales, "nf4_g64"), scales)
+    return encode_with(grouped, scales, "nf4_g64")

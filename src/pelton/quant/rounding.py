@@ -11,7 +11,7 @@ from pelton.dtypes import GGUF_BLOCK_TYPES
 from pelton.ir import block_encoder
 from pelton.ir.blocks import dequantize
 from pelton.ir.group_blocks import Float32
-from pelton.ir.group_encoder import Scales, codes_of, fit, into_groups, pack, values_of
+from pelton.ir.group_encoder import Scales, encode_with, fit, into_groups, rounded_with
 from pelton.ir.tensors import HostTensor
 
 #: Rows that share a scale of fp8_g128, as many as columns do.
@@ -25,7 +25,7 @@ def round_nearest(
     if quant in GGUF_BLOCK_TYPES:
         return block_encoder.quantize(weight, quant)
     scales = fit_weight(weight, quant, symmetric=symmetric, per_tensor=per_tensor)
-    return pack(quant, codes_of(into_groups(weight, quant), scales, quant), scales)
+    return encode_with(into_groups(weight, quant), scales, quant)
 
 
 def nearest_values(
@@ -35,7 +35,7 @@ def nearest_values(
     if quant in GGUF_BLOCK_TYPES:
         return dequantize(block_encoder.quantize(weight, quant))
     scales = fit_weight(weight, quant, symmetric=symmetric, per_tensor=per_tensor)
-    return values_of(codes_of(into_groups(weight, quant), scales, quant), scales, quant).reshape(weight.shape)
+    return rounded_with(into_groups(weight, quant), scales, quant).reshape(weight.shape)
 
 
 def fit_weight(

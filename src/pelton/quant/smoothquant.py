@@ -13,6 +13,7 @@ import numpy as np
 
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.group_blocks import Float32
+from pelton.ir.group_encoder import largest_size
 from pelton.quant.activations import rounded_activations, static_scale
 from pelton.quant.awq import Rounder
 from pelton.quant.statistics import InputStatistics
@@ -24,7 +25,7 @@ ALPHAS = tuple(i / 20 for i in range(2, 20))
 def smooth_scales(abs_max: Float32, weights: Sequence[Float32], alpha: float) -> Float32:
     """s (K,) of an input with channel maxima ``abs_max`` that ``weights`` (rows, K) share; 1 where a channel
     or its weights are all 0."""
-    of_weights = np.max([np.abs(w).max(axis=0) for w in weights], axis=0)
+    of_weights = np.max([largest_size(w, 0) for w in weights], axis=0)
     live = (abs_max > 0) & (of_weights > 0)
     x, w = np.where(live, abs_max, 1).astype(np.float64), np.where(live, of_weights, 1).astype(np.float64)
     s = np.maximum(x**alpha / w ** (1 - alpha), 1e-5)
