@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,14 +17,14 @@ import pytest
 from pelton.builder.calibration import calibration_sequences
 from pelton.builder.evaluation import eager_config, exact_model, windows
 from pelton.builder.quantize import quantize
-from pelton.builder.quantized_view import draft, places, round_in_stream
+from pelton.builder.quantized_view import draft, places, plain_values, round_in_stream, row_parts
 from pelton.builder.text import built_in, checkpoint_text
 from pelton.errors import BuildError, CheckpointError, ConfigError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
 from pelton.models.checkpoint import Checkpoint
-from pelton.quant.config import Calibration, QuantConfig
+from pelton.quant.config import WEIGHT_TYPES, Calibration, QuantConfig
 from pelton.quant.recipes import RECIPES, with_fields
 from pelton.quant.rounding import nearest_values
 from tests.cli.text_engine import TextCheckpoint, text_checkpoint
@@ -255,6 +256,67 @@ def test_another_recipe_or_anything_else_in_the_folder_is_refused(tmp_path: Path
         quantize(text_checkpoint(), short("int4"), tmp_path / "q")
 
 
+def test_what_holds_no_layer_yet_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Stopped before its first layer: another recipe may take the folder."""
+
+    def stop(stage: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(text_checkpoint(), short("int4"), tmp_path / "p", progress=stop)
+    quantize(text_checkpoint(), short("nf4"), tmp_path / "p")
+    with pytest.raises(
+        ConfigError, match=r"\(tiny, rtn nf4_g64, of other weights, settings or text\), not tiny"
+    ):
+        quantize(text_checkpoint(), short("nf4", ignore=("*.layers.0.*",)), tmp_path / "p")
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "turned"])
+def test_a_damaged_layer_is_named_and_made_anew(damage: str, tmp_path: Path) -> None:
+    quantize(text_checkpoint(), short("gptq-int4"), tmp_path / "p")
+    whole, path = state_of(tmp_path / "p"), tmp_path / "p" / "layer-0001.npz"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"NUMPY") + 300
+    data[at] ^= 255
+    path.write_bytes({"cut": data[:1000], "emptied": b"", "turned": data}[damage])
+
+    def again() -> None:
+        view, _ = quantize(text_checkpoint(), short("gptq-int4"), tmp_path / "p")
+        for name in view.changed:
+            view.read(name)
+
+    with pytest.raises(CheckpointError, match=r"layer-0001\.npz is damaged .*; delete it, and the same com"):
+        again()
+    path.unlink()
+    quantize(text_checkpoint(), short("gptq-int4"), tmp_path / "p")
+    assert state_of(tmp_path / "p") == whole
+    (tmp_path / "p" / "state.json").write_text('{"dig')
+    with pytest.raises(ConfigError, match=r"state\.json is damaged .*; delete .* to begin anew"):
+        quantize(text_checkpoint(), short("gptq-int4"), tmp_path / "p")
+
+
+def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, calls = np.savez, []
+
+    def full(*arguments: Any, **arrays: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(*arguments, **arrays)
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(
+        CheckpointError, match=r"cannot write .*layer-0002\.npz: No space left .* goes on there"
+    ):
+        quantize(text_checkpoint(), short("int4"), tmp_path / "p")
+    assert sorted(p.name for p in (tmp_path / "p").iterdir()) == [
+        "layer-0000.npz",
+        "layer-0001.npz",
+        "state.json",
+    ]
+    quantize(text_checkpoint(), short("int4"), tmp_path / "p")
+
+
 def test_values_that_are_not_finite_stop_it_with_their_name(tmp_path: Path) -> None:
     base = text_checkpoint()
     base.damage["model.layers.2.mlp.up_proj.weight"] = float("nan")
@@ -262,9 +324,29 @@ def test_values_that_are_not_finite_stop_it_with_their_name(tmp_path: Path) -> N
         with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.up_proj\.weight has 1 NaN"):
             quantize(base, short(recipe), tmp_path / recipe)
     base = text_checkpoint()
+    base.damage["model.embed_tokens.weight"] = float("inf")
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight has 1 NaN or infinite"):
+        quantize(base, short("int4"), tmp_path / "outside the layers")
+    base = text_checkpoint()
     base.damage["model.layers.1.input_layernorm.weight"] = 3e38
     with pytest.raises(BuildError, match=r"model\.layers\.1.* not finite"):
         quantize(base, short("gptq-int4"), tmp_path / "activations")
+
+
+@pytest.mark.parametrize("quant", ["int4_g32", "q4_0", "q8_0"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_values_that_no_scale_spans_stop_it_with_their_name(
+    quant: str, symmetric: bool, tmp_path: Path
+) -> None:
+    base = text_checkpoint()
+    base.damage["model.layers.2.mlp.up_proj.weight"] = 3e38
+    config = QuantConfig(weights=quant, symmetric=symmetric)
+    message = r"model\.layers\.2\.mlp\.up_proj\.weight cannot be quantised: .*does not fit in float16 \("
+    with pytest.raises(CheckpointError, match=message):
+        quantize(base, config, tmp_path / "p")
+    view = round_in_stream(base, config)
+    with pytest.raises(CheckpointError, match=message):
+        view.read("model.layers.2.mlp.up_proj.weight")
 
 
 def test_patterns_that_fit_nothing_are_refused(tmp_path: Path) -> None:
@@ -315,3 +397,24 @@ def test_inputs_are_rounded_only_where_that_is_asked_for() -> None:
     (batch,) = windows(text, config)
     exact, rounded = (exact_model(view, config, round_inputs=r).run(batch) for r in (False, True))
     assert 1e-4 < relative(rounded, exact) < 0.1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"weights": quant} for quant in WEIGHT_TYPES),
+        {"weights": "int8_row", "per_tensor": True},
+        {"weights": "nf4_g64", "double_quantization": True},
+        {"weights": "int4_g32", "progressive": True, "activations": ActivationQuant("int8")},
+    ],
+    ids=str,
+)
+def test_parts_of_a_weight_are_rounded_as_the_whole(fields: dict[str, Any]) -> None:
+    """Searches round parts, so that no more than a part lies beside a large weight."""
+    config, weight = QuantConfig(**fields), np.random.default_rng(0).standard_normal((2500, 256), np.float32)
+    weight[2000:] *= 5
+    parts = row_parts(weight, config.weights, config)
+    found = np.concatenate([plain_values(part, config.weights, config) for part in parts])
+    np.testing.assert_array_equal(found, plain_values(weight, config.weights, config))
+    alone = fields.keys() & {"per_tensor", "double_quantization"} or config.weights == "nvfp4"
+    assert len(parts) == (1 if alone else 3)

@@ -120,6 +120,34 @@ def test_the_same_again_goes_on_where_it_was_stopped(
         (["--recipe", "int4", "--sequences", "3"], "the recipe int4 sees no text; leave sequences out"),
         (["--recipe", "int4", "--override", "lm_heat=int8_row"], "the pattern 'lm_heat' fits no module"),
         (["--recipe", "int4", "--weights", "int4"], "cannot be quantised to 'int4'"),
+        (["--recipe", "int4", "--override", "down_proj"], "'down_proj' is not PATTERN=TYPE, such as"),
+        (
+            ["--recipe", "int4", "--damping", "0.1"],
+            "damping is for gptq, not for the recipe int4; leave it out",
+        ),
+        (["--recipe", "int4", "--act-order"], "act_order is for gptq, not for the recipe int4"),
+        (["--recipe", "gptq-int4", "--alpha", "0.5"], "alpha is for awq and smoothquant scaling, not for"),
+        (
+            ["--recipe", "nf4", "--asymmetric"],
+            "symmetric is for groups of integers, the only types with zero",
+        ),
+        (["--recipe", "gptq-int4", "--seed", "-1"], "seed must not be negative, and is -1"),
+        (["--recipe", "nf4", "--kv", "fp8"], "gptq no nf4_g64 weights, bitsandbytes no types of KV caches)"),
+        (
+            ["--recipe", "gptq-int4", "--calibration", "nil"],
+            "calibration text nil cannot be read as text: No",
+        ),
+        (["--sweep", "--recipe", "gptq-int4", "--calibration", "nil"], "calibration text nil cannot be read"),
+        (
+            ["--sweep", "--recipe", "int4,nf4", "--damping", "0.1"],
+            "damping is for gptq, and none of these is",
+        ),
+        (
+            ["--sweep", "--recipe", "int4,nf4", "--length", "9"],
+            "length is for recipes that see text, and none",
+        ),
+        (["--sweep", "--recipe", "int4,w8a8", "--ignore", "*.mpl.*"], "the pattern '*.mpl.*' fits no module"),
+        (["--sweep", "--recipe", ""], "there is no recipe ''"),
         ([], "--recipe NAME is missing"),
     ],
 )
@@ -129,7 +157,7 @@ def test_what_is_refused(
     source = folder(tmp_path / "model")
     assert run_command(["quantize", str(source), "-o", str(tmp_path / "small"), *arguments]) == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "small").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
 def test_from_python(tmp_path: Path) -> None:
@@ -194,6 +222,14 @@ def test_an_unknown_recipe_stops_a_build(tmp_path: Path) -> None:
         build(text_checkpoint(), BuildConfig(quant="int44"), output=tmp_path / "e")
 
 
+@pytest.mark.parametrize("wrong", [{"kv_dtype": "int5"}, {"passes": {"fuse_qvk": "off"}}])
+def test_settings_are_refused_before_a_model_is_calibrated(wrong: Any, tmp_path: Path) -> None:
+    base = text_checkpoint()
+    base.read = None  # type: ignore[assignment,method-assign]
+    with pytest.raises(ConfigError, match="unknown"):
+        build(base, BuildConfig(**CONFIG, quant="gptq-int4", **wrong), output=tmp_path / "e")
+
+
 @pytest.mark.parametrize("recipe", ["int4", "gptq-int4"])
 def test_a_refit_quantises_the_new_weights_alike(recipe: str, tmp_path: Path) -> None:
     config = BuildConfig(**CONFIG, quant=recipe)
@@ -223,6 +259,14 @@ def test_a_sweep_is_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFix
     plot = (tmp_path / "out" / "sweep.svg").read_text()
     assert plot.count("<circle") == 4 and ">gptq-int4</text>" in plot and ">unquantised</text>" in plot
     assert "same top token" in capsys.readouterr().out
+
+
+def test_a_sweep_says_what_it_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = folder(tmp_path / "model", num_hidden_layers=1)
+    command = ["quantize", str(source), "--sweep", "--recipe", "int3", "--speed", "-o", str(tmp_path / "out")]
+    assert run_command(command) == 0
+    said = capsys.readouterr().err
+    assert "no kernel here takes int3_g32, int3_g64: the time is of the engine's q8_0" in said
 
 
 def test_round_numbers_of_an_axis() -> None:

@@ -72,6 +72,13 @@ def test_the_table_of_combinations_is_what_is_checked() -> None:
         ({"activations": ActivationQuant("int8", outliers=6.0)}, r"outliers .* \(LLM.int8\)"),
         ({"alpha": 1.5}, "alpha must be between 0 and 1, not 1.5"),
         ({"damping": 0.0}, "damping must be between 0 and 1"),
+        (
+            {"alpha": 0.5},
+            "alpha is for awq and smoothquant scaling, not for rtn int4_g128 sym.*; leave it out",
+        ),
+        ({"damping": 0.1}, "damping is for gptq, not for rtn"),
+        ({"act_order": False}, "act_order is for gptq, not for rtn"),
+        ({"calibration": Calibration(seed=-1)}, "seed must not be negative"),
         ({"calibration": Calibration(length=1)}, "at least 2 tokens, not 32 of 1"),
     ],
 )

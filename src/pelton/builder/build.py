@@ -27,7 +27,7 @@ from pelton.builder.kv_calibration import with_float32_caches
 from pelton.builder.launches import plan_launches
 from pelton.builder.peak import PeakMemory
 from pelton.builder.probe import probe_steps
-from pelton.builder.quantized_input import kv_dtype_of, quantized_input
+from pelton.builder.quantized_input import before_calibrating, kv_dtype_of, quantized_input
 from pelton.builder.report import BuildReport, QualityReport
 from pelton.builder.selection import runs_on_this_cpu
 from pelton.builder.summary import build_report, engine_config, machine_report
@@ -92,6 +92,10 @@ def build(
                 check_compilers()
         if wanted.kv_dtype is None:
             wanted = msgspec.structs.replace(wanted, kv_dtype=kv_dtype_of(wanted.quant))
+        if not dry_run and (types := before_calibrating(base, wanted.quant)) is not None:
+            # Quantising takes long: what the settings are refused for is said before.
+            with clock("open"):
+                compile_model(HeadersOnly(types), wanted, Clock(lambda *_: None), may_measure=False)
         with clock("quantise" if wanted.quant else "open"):
             opened = inputs.enter_context(
                 quantized_input(base, wanted.quant, output, clock.progress, dry_run=dry_run)

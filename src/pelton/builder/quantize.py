@@ -8,8 +8,7 @@ and the hidden states of the calibration text are in memory, never the model.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,23 +19,23 @@ import numpy as np
 import torch
 
 from pelton import nn
-from pelton.builder.calibration import CalibrationRun, calibration_sequences, decoder_layers
+from pelton.builder.calibration import CalibrationRun, decoder_layers
 from pelton.builder.clock import Progress
 from pelton.builder.eager import round_input
 from pelton.builder.facts import model_recipes
 from pelton.builder.layer_structure import SharedInput, clippable, fold, shared_inputs
-from pelton.builder.quantize_report import LayerReport, LinearReport, QuantizeReport
+from pelton.builder.quantize_prepare import Prepared, digest, prepare
+from pelton.builder.quantize_report import LayerReport, LinearReport, QuantizeReport, report_of
 from pelton.builder.quantize_state import Layer, QuantizeState
 from pelton.builder.quantized_view import (
     QuantizedCheckpoint,
     Target,
-    draft,
     float_weight,
+    naming,
     places,
     plain_values,
     plain_weight,
     row_parts,
-    targets,
     tensor_info,
 )
 from pelton.errors import BuildError
@@ -49,7 +48,6 @@ from pelton.quant import awq, smoothquant
 from pelton.quant.config import QuantConfig, describe, is_integer_group
 from pelton.quant.gptq import gptq
 from pelton.quant.statistics import Float32, InputStatistics, relative_errors
-from pelton.version import __version__
 
 #: Largest relative change of a layer's outputs by folding factors, which changes no function.
 _FOLDED = 1e-3
@@ -63,13 +61,10 @@ def quantize(
     Raises ``ConfigError`` for a recipe that cannot be followed, ``CheckpointError`` for a model or values
     that cannot be quantised, ``BuildError`` naming the layer whose activations are not finite.
     """
-    config.check()
-    length = config.calibration.length if config.calibrated else 2
-    limit = draft(checkpoint).max_position_embeddings
-    model = draft(checkpoint, max_seq_len=min(length, limit))
-    found, notes = targets(model, config)
-    state = QuantizeState(folder, _digest(checkpoint, config), f"{checkpoint.name}, {describe(config)}")
-    work = _Quantizer(checkpoint, config, model, found, state)
+    ready = prepare(checkpoint, config)
+    found, notes = ready.targets, ready.notes
+    state = QuantizeState(folder, digest(checkpoint, config), f"{checkpoint.name}, {describe(config)}")
+    work = _Quantizer(checkpoint, config, ready, state)
     work.run(progress or (lambda stage, done, total: None))
     count = len(work.layers) + 1
     where = state.describe(range(count))
@@ -84,38 +79,7 @@ def quantize(
         notes=notes,
     )
     reports = tuple(state.report(i) for i in range(count))
-    return view, _report(config, reports, found, work.tokens, notes)
-
-
-def _digest(checkpoint: Checkpoint, config: QuantConfig) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (__version__, checkpoint.fingerprint()):
-        digest.update(part.encode() + b"\0")
-    digest.update(msgspec.json.encode(config, order="sorted"))
-    if config.calibration.text is not None:
-        digest.update(Path(config.calibration.text).read_bytes())
-    return digest.hexdigest()
-
-
-def _report(
-    config: QuantConfig,
-    layers: tuple[LayerReport, ...],
-    found: Mapping[str, Target],
-    tokens: int,
-    notes: tuple[str, ...],
-) -> QuantizeReport:
-    from pelton.dtypes import BLOCK_TYPES
-
-    nbytes = sum(t.shape[0] * BLOCK_TYPES[t.quant].row_bytes(t.shape[1]) for t in found.values())
-    values = sum(t.shape[0] * t.shape[1] for t in found.values())
-    return QuantizeReport(
-        recipe=describe(config),
-        layers=tuple(layer for layer in layers if layer.linears),
-        weights=nbytes,
-        bits=8 * nbytes / values,
-        calibration_tokens=tokens,
-        notes=notes,
-    )
+    return view, report_of(config, reports, found.values(), work.tokens, notes)
 
 
 class _Quantizer:
@@ -123,27 +87,27 @@ class _Quantizer:
         self,
         checkpoint: Checkpoint,
         config: QuantConfig,
-        model: nn.CausalLM,
-        found: Mapping[str, Target],
+        ready: Prepared,
         state: QuantizeState,
     ) -> None:
+        model, sequences = ready.model, ready.sequences
         self._checkpoint, self._config, self._state = checkpoint, config, state
         self._recipes = model_recipes(model, checkpoint.source)
         self.places = places(model)
         self._prefix, self.layers = decoder_layers(model)
-        self._targets = found
+        self._targets = ready.targets
         self._run: CalibrationRun | None = None
         self.tokens = 0
-        if config.calibrated and not all(map(state.has, range(len(self.layers)))):
-            sequences = calibration_sequences(config.calibration, checkpoint, model)
-            self._run = CalibrationRun(model, self._recipes, checkpoint, sequences)
-        if config.calibrated:
-            length = min(config.calibration.length, model.max_position_embeddings)
-            self.tokens = config.calibration.sequences * length
+        if sequences is not None:
+            self.tokens = sequences.size
+            if not all(map(state.has, range(len(self.layers)))):
+                self._run = CalibrationRun(model, self._recipes, checkpoint, sequences)
 
     def run(self, progress: Progress) -> None:
         """Every layer, and last what is outside of them, under the index after the last layer's."""
         total = len(self.layers)
+        if not self._state.has(total):
+            self._check_outside()
         for index in range(total):
             progress("quantise", index, total)
             finished = self._state.has(index)
@@ -170,6 +134,7 @@ class _Quantizer:
                 full = self._full(index, name)
                 tensor = evaluate(self._recipes[full], self._checkpoint.read)
                 assert_finite(tensor, self.places[full].tensor)
+                # dequantize makes a copy: scaling writes into it.
                 self._put(layer, name, dequantize(tensor))
             yield layer
         finally:
@@ -241,7 +206,8 @@ class _Quantizer:
     ) -> LinearReport:
         """Choose the codes of a linear layer's weight: what is kept of it, and its report."""
         weight, name = module.weight.numpy(), target.place.tensor
-        tensors[name] = tensor = self._round(weight, target.quant, seen, clip=clip)
+        with naming(name):
+            tensors[name] = tensor = self._round(weight, target.quant, seen, clip=clip)
         if self._config.activations is not None:
             tops = np.zeros(1, np.float32) if seen is None else seen.abs_max
             of_input = self._config.activations.of_columns(weight.shape[1])
@@ -289,7 +255,6 @@ class _Quantizer:
         alphas: dict[str, float],
     ) -> set[str]:
         """Choose and fold the factors of each input; returns the parameters that changed."""
-        config = self._config
         changed: set[str] = set()
         for group in shared:
             kept = [(name, t) for name in group.linears if (t := self._target(index, name)) is not None]
@@ -297,19 +262,12 @@ class _Quantizer:
                 continue
             weights, rounders = [], []
             for name, target in kept:
-                parts = row_parts(layer.get_submodule(name).weight.numpy(), target.quant, config)
+                parts = row_parts(layer.get_submodule(name).weight.numpy(), target.quant, self._config)
                 weights += parts
                 rounders += [partial(self._values, quant=target.quant)] * len(parts)
             seen = statistics[group.linears[0]]
-            alpha: float | None
-            if config.scaling == "awq":
-                s, alpha = awq.search_scales(weights, seen, rounders, config.alpha, group.agreeing)
-            else:
-                assert config.activations is not None
-                of_input = config.activations.of_columns(weights[0].shape[1])
-                s, alpha = smoothquant.search_scales(
-                    weights, seen, rounders, of_input, config.alpha, group.agreeing
-                )
+            with naming(" or ".join(t.place.tensor for _, t in kept)):
+                s, alpha = self._factors(weights, seen, rounders, group)
             if alpha is None or (s == 1).all():
                 continue
             fold(layer, group, s)
@@ -321,6 +279,20 @@ class _Quantizer:
                 f"{m}.bias" for m in makers if getattr(layer.get_submodule(m), "bias", None) is not None
             }
         return changed
+
+    def _factors(
+        self,
+        weights: Sequence[Float32],
+        seen: InputStatistics,
+        rounders: Sequence[awq.Rounder],
+        group: SharedInput,
+    ) -> tuple[Float32, float | None]:
+        config = self._config
+        if config.scaling == "awq":
+            return awq.search_scales(weights, seen, rounders, config.alpha, group.agreeing)
+        assert config.activations is not None
+        of_input = config.activations.of_columns(weights[0].shape[1])
+        return smoothquant.search_scales(weights, seen, rounders, of_input, config.alpha, group.agreeing)
 
     def _values(self, weight: Float32, quant: str) -> Float32:
         return plain_values(weight, quant, self._config)
@@ -398,6 +370,13 @@ class _Quantizer:
         added = (before - self._run.first).norm()
         return float((self._forward_first(index) - before).norm() / added) if added > 0 else 0.0
 
+    def _check_outside(self) -> None:
+        """Embeddings, head and last norm are finite: layers are looked at when they are loaded."""
+        for name, place in self.places.items():
+            if not name.startswith(self._prefix + "."):
+                recipe = self._checkpoint.source(place.tensor)
+                assert_finite(evaluate(recipe, self._checkpoint.read), place.tensor)
+
     def _outside(self) -> Layer:
         """The head and embeddings, where an override names them: to nearest."""
         tensors, rows = {}, []
@@ -405,7 +384,8 @@ class _Quantizer:
             if name.startswith(self._prefix + "."):
                 continue
             weight = float_weight(self._checkpoint, target.place)
-            tensor = plain_weight(weight, target.quant, self._config)
+            with naming(target.place.tensor):
+                tensor = plain_weight(weight, target.quant, self._config)
             tensors[target.place.tensor] = tensor
             of_weight, _ = relative_errors(weight, tensor, None)
             rows.append(LinearReport(tensor=target.place.tensor, quant=target.quant, weight_error=of_weight))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
+from pelton.builder.quantized_view import Target
+from pelton.dtypes import BLOCK_TYPES
 from pelton.engine.resources import human_bytes
+from pelton.quant.config import QuantConfig, describe
 
 
 class LinearReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,3 +70,23 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def _rms(values: list[float]) -> float:
     return float((sum(value * value for value in values) / len(values)) ** 0.5)
+
+
+def report_of(
+    config: QuantConfig,
+    layers: tuple[LayerReport, ...],
+    found: Collection[Target],
+    tokens: int,
+    notes: tuple[str, ...],
+) -> QuantizeReport:
+    """Of all layers: ``layers`` has those of which nothing was quantised too; ``found`` is what was."""
+    nbytes = sum(t.shape[0] * BLOCK_TYPES[t.quant].row_bytes(t.shape[1]) for t in found)
+    values = sum(t.shape[0] * t.shape[1] for t in found)
+    return QuantizeReport(
+        recipe=describe(config),
+        layers=tuple(layer for layer in layers if layer.linears),
+        weights=nbytes,
+        bits=8 * nbytes / values,
+        calibration_tokens=tokens,
+        notes=notes,
+    )

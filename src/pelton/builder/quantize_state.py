@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from pelton.builder.quantize_report import LayerReport
-from pelton.errors import ConfigError
+from pelton.errors import CheckpointError, ConfigError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.tensors import HostTensor
 
@@ -48,24 +50,38 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuantizeState:
-    """The folder of finished layers. Raises ``ConfigError`` where it belongs to something else."""
+    """The folder of finished layers. Raises ``ConfigError`` where it belongs to something else,
+    ``CheckpointError`` where it cannot be written."""
 
     def __init__(self, folder: Path, digest: str, what: str) -> None:
         self.folder = folder
         self._metas: dict[int, _Meta] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "state.json"
-        if path.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "state.json"
+            if path.exists() and self._goes_on(path, digest, what):
+                return
+            if not path.exists() and any(folder.iterdir()):
+                raise ConfigError(f"{folder} is in the way and no unfinished quantisation; remove it")
+            _write(path, msgspec.json.encode(_State(digest, what)))
+        except OSError as error:
+            raise _not_written(folder, error) from error
+
+    def _goes_on(self, path: Path, digest: str, what: str) -> bool:
+        """Whether what the folder holds is of this quantisation; False: of another, with no layer yet."""
+        try:
             state = msgspec.json.decode(path.read_bytes(), type=_State)
-            if state.digest != digest:
-                raise ConfigError(
-                    f"{folder} holds an unfinished quantisation of another kind ({state.what}), not {what}; "
-                    "delete it, or choose another output"
-                )
-            return
-        if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is in the way and no unfinished quantisation; remove it")
-        _write(path, msgspec.json.encode(_State(digest, what)))
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path} is damaged ({error}); delete {self.folder} to begin anew") from error
+        if state.digest == digest:
+            return True
+        if any(self.folder.glob("layer-*.npz")):
+            other = f"{state.what}, of other weights, settings or text" if state.what == what else state.what
+            raise ConfigError(
+                f"{self.folder} holds an unfinished quantisation of another kind ({other}), not {what}; "
+                "delete it, or choose another output"
+            )
+        return False
 
     def has(self, index: int) -> bool:
         """Whether a layer is finished."""
@@ -81,12 +97,16 @@ class QuantizeState:
         encoded = np.frombuffer(msgspec.json.encode(meta), np.uint8)
         path = self._path(index)
         temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            arrays = {name: np.ascontiguousarray(t.data) for name, t in layer.tensors.items()}
-            np.savez(file, **{_META: encoded}, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("wb") as file:
+                arrays = {name: np.ascontiguousarray(t.data) for name, t in layer.tensors.items()}
+                np.savez(file, **{_META: encoded}, **arrays)  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise _not_written(path, error) from error
 
     def load(self, index: int) -> Layer:
         """A finished layer."""
@@ -115,17 +135,34 @@ class QuantizeState:
         return self._read(index, name, self._meta(index).tensors[name])
 
     def _read(self, index: int, name: str, tensor: _Tensor) -> HostTensor:
-        with np.load(self._path(index), allow_pickle=False) as arrays:
-            return HostTensor(tensor.quant, tensor.shape, arrays[name])
+        return HostTensor(tensor.quant, tensor.shape, self._array(index, name))
 
     def _meta(self, index: int) -> _Meta:
         if index not in self._metas:
-            with np.load(self._path(index), allow_pickle=False) as arrays:
-                self._metas[index] = msgspec.json.decode(arrays[_META].tobytes(), type=_Meta)
+            self._metas[index] = msgspec.json.decode(self._array(index, _META).tobytes(), type=_Meta)
         return self._metas[index]
+
+    def _array(self, index: int, name: str) -> np.ndarray[Any, Any]:
+        """Raises ``CheckpointError`` naming the file where it is not as it was written."""
+        path = self._path(index)
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                found: np.ndarray[Any, Any] = arrays[name]
+                return found
+        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({error}); delete it, and the same command quantises that layer again"
+            ) from error
 
     def _path(self, index: int) -> Path:
         return self.folder / f"layer-{index:04}.npz"
+
+
+def _not_written(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write {path}: {error.strerror or error}; layers that are done are kept, and the same "
+        "command goes on there"
+    )
 
 
 def _write(path: Path, data: bytes) -> None:

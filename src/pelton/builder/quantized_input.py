@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pelton.builder.clock import Progress
 from pelton.builder.quantize import quantize
+from pelton.builder.quantize_prepare import prepare
 from pelton.builder.quantized_view import planned, round_in_stream
 from pelton.models.checkpoint import Checkpoint
 from pelton.quant.recipes import recipe
@@ -20,6 +21,17 @@ NONE = "none"
 def kv_dtype_of(name: str | None) -> str | None:
     """Type of KV caches that the recipe ``name`` asks for, if any."""
     return None if name is None or name == NONE else recipe(name).kv
+
+
+def before_calibrating(checkpoint: Checkpoint, name: str | None) -> Checkpoint | None:
+    """``checkpoint`` with the types of a recipe that runs on text first, and no values; None: it does not.
+
+    Raises what of that is refused without reading a weight.
+    """
+    if name is None or name == NONE or not (config := recipe(name)).calibrated:
+        return None
+    prepare(checkpoint, config)
+    return planned(checkpoint, config)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from pelton.builder.evaluation import (
     windows,
 )
 from pelton.builder.quantize import quantize
+from pelton.builder.quantize_prepare import prepare
 from pelton.builder.quantized_view import QuantizedCheckpoint, draft, round_in_stream
 from pelton.builder.text import BUILT_IN, built_in, checkpoint_text
 from pelton.dtypes import BLOCK_TYPES, is_dense
@@ -77,10 +78,10 @@ def sweep(
 ) -> Iterator[SweepRow]:
     """A row for each recipe, as it is done; ``speed`` builds an engine of each too.
 
-    Raises what quantising raises; a recipe is checked before the first one runs.
+    Raises what quantising raises; all recipes, and what they need, are checked before the first one runs.
     """
     for config in configs:
-        config.check()
+        prepare(checkpoint, config)
     say = note or (lambda text: None)
     exact = eager_config(checkpoint, window)
     text = checkpoint_text(checkpoint, built_in(1), exact.model.vocab_size, name=BUILT_IN)
@@ -110,7 +111,7 @@ def sweep(
                     top1=found.top1_agreement,
                     tokens=found.tokens,
                     seconds=round(seconds, 1),
-                    decode_ms=_decode_ms(view, Path(scratch) / "engine") if speed else None,
+                    decode_ms=_decode_ms(view, Path(scratch) / "engine", say) if speed else None,
                 )
 
 
@@ -163,10 +164,18 @@ def _size(view: QuantizedCheckpoint) -> tuple[int, int]:
     return nbytes, values
 
 
-def _decode_ms(view: Checkpoint, engine: Path) -> float:
+def _decode_ms(view: QuantizedCheckpoint, engine: Path, say: Callable[[str], None]) -> float:
     length = min(_LENGTH, draft(view).max_position_embeddings)
     limits = BuildConfig(max_batch_size=1, max_seq_len=length, max_num_tokens=length, timing=False)
-    build(view, limits, output=engine, check=False)
+    report = build(view, limits, output=engine, check=False)
+    lacking = {
+        info.quant for info in view.changed.values() if not is_dense(info.quant)
+    } - report.stored.keys()
+    if lacking:
+        say(
+            f"no kernel here takes {', '.join(sorted(lacking))}: the time is of the engine's "
+            f"{', '.join(sorted(q for q in report.stored if not is_dense(q)))}"
+        )
     with Session(engine, trust=True) as session:
         size = session.config.build.block_size
         assert size

@@ -47,9 +47,12 @@ def format_for(config: QuantConfig, wanted: str | None = None) -> str:
             )
         return wanted
     if not able:
+        lacks = {name: _lacks(name, config) for name in FORMATS}
+        each = ", ".join(f"{name} no {what}" for name, what in lacks.items())
+        same = len(set(lacks.values())) == 1
         raise ConfigError(
-            f"no checkpoint format has {_lacks(FORMATS[0], config)}; build an engine with it: "
-            "pelton build --quant"
+            f"no checkpoint format has {lacks[FORMATS[0]] if same else f'all of that ({each})'}; build an "
+            "engine with it: pelton build --quant"
         )
     return able[0]
 

@@ -129,6 +129,10 @@ class QuantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         self._check_weights()
         self._check_activations()
         self._check_numbers()
+        unused = idle(self)
+        for name in ("alpha", "act_order", "damping"):
+            if name in unused and getattr(self, name) != _DEFAULTS[name]:
+                raise ConfigError(f"{name} is for {unused[name]}, not for {describe(self)}; leave it out")
 
     def _check_weights(self) -> None:
         plain = self.rounding == "nearest"
@@ -178,10 +182,31 @@ class QuantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not 0 < self.damping < 1:
             raise ConfigError(f"damping must be between 0 and 1, not {self.damping}")
         c = self.calibration
+        if c.seed < 0:
+            raise ConfigError(f"the calibration's seed must not be negative, and is {c.seed}")
         if c.sequences < 1 or c.length < 2:
             raise ConfigError(
                 f"calibration needs a sequence of at least 2 tokens, not {c.sequences} of {c.length}"
             )
+
+
+_DEFAULTS = dict(zip(QuantConfig.__struct_fields__, QuantConfig.__struct_defaults__, strict=True))
+
+
+def idle(config: QuantConfig) -> dict[str, str]:
+    """Fields that change nothing of what ``config`` does -> what they are for."""
+    types = (config.weights, *config.overrides.values())
+    found = {
+        "alpha": ("awq and smoothquant scaling", config.scaling != "none"),
+        "act_order": ("gptq", config.rounding == "gptq"),
+        "damping": ("gptq", config.rounding == "gptq"),
+        "symmetric": (
+            "groups of integers, the only types with zero points",
+            any(map(is_integer_group, types)),
+        ),
+        "calibration": ("recipes that see text", config.calibrated),
+    }
+    return {field: use for field, (use, used) in found.items() if not used}
 
 
 #: What weights may become: GGUF's that CPUs have kernels for by plain rounding, others by everything below.

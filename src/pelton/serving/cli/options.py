@@ -90,16 +90,19 @@ class _Bias(click.ParamType[tuple[int, float]]):
 class _Setting(click.ParamType[tuple[str, str]]):
     name = "name=value"
 
+    def __init__(self, form: str) -> None:
+        self._form = form
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name, equals, setting = str(value).partition("=")
         if not (name and equals and setting):
-            self.fail(f"{value!r} is not NAME=VALUE, such as fuse_qkv=off", param, ctx)
+            self.fail(f"{value!r} is not {self._form}", param, ctx)
         return name, setting
 
 
-def setting_type() -> click.ParamType[tuple[str, str]]:
-    """NAME=VALUE as a pair."""
-    return _Setting()
+def setting_type(form: str = "NAME=VALUE, such as fuse_qkv=off") -> click.ParamType[tuple[str, str]]:
+    """NAME=VALUE as a pair; ``form``: what it is called where a value is none."""
+    return _Setting(form)
 
 
 class _Profile(click.ParamType[OptimizationProfile]):
@@ -177,7 +180,7 @@ def _flags(
                 attrs |= {"type": _Profile(), "metavar": "DIM=MIN:OPT:MAX,..."}
         elif typing.get_origin(kind) is dict:
             settings = typing.get_args(kind)[0] is str
-            attrs |= {"type": _Setting() if settings else _Bias(), "multiple": True}
+            attrs |= {"type": setting_type() if settings else _Bias(), "multiple": True}
             attrs["metavar"] = "NAME=VALUE" if settings else "ID:BIAS"
         else:
             # Ranges are checked by the one validation that every front end shares.

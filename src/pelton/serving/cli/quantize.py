@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Fields of a recipe that a flag gives as it is.
 _PLAIN = ("weights", "symmetric", "clip", "act_order", "kv", "alpha", "damping")
+#: Of its calibration.
+_CALIBRATION = ("sequences", "length", "seed")
 
 
 @click.command(
@@ -54,7 +56,7 @@ Layers that are done are kept in OUTPUT.partial: the same command goes on there 
     "--override",
     "overrides",
     multiple=True,
-    type=setting_type(),
+    type=setting_type("PATTERN=TYPE, such as *.down_proj=int8_row"),
     metavar="PATTERN=TYPE",
     help="Another type, or none, for some modules (repeatable; the first that fits counts).",
 )
@@ -85,7 +87,9 @@ def quantize(
 
         if checkpoint is None or fmt is not None:
             raise click.UsageError("CHECKPOINT is missing" if fmt is None else "--sweep writes no checkpoint")
-        configs = [_config(one, given, sweep=True) for one in (name.split(",") if name else USUAL)]
+        names = USUAL if name is None else name.split(",")
+        configs = [_config(one, given, sweep=True) for one in names]
+        _all_idle(configs, given)
         run_sweep(_open(checkpoint), configs, output or Path("sweep"), speed=speed, quiet=quiet)
         return
     for value, what in ((checkpoint, "CHECKPOINT"), (output, "-o OUTPUT"), (name, "--recipe NAME")):
@@ -120,9 +124,10 @@ def _open(checkpoint: str) -> Checkpoint:
 
 
 def _config(name: str, given: dict[str, Any], *, sweep: bool = False) -> QuantConfig:
-    """The recipe with what flags change in it; of a sweep, some recipes may see no text."""
+    """The recipe with what flags change in it; in a sweep those flags that it has a use for."""
     import msgspec
 
+    from pelton.quant.config import idle
     from pelton.quant.recipes import recipe, with_fields
 
     config = recipe(name)
@@ -130,17 +135,35 @@ def _config(name: str, given: dict[str, Any], *, sweep: bool = False) -> QuantCo
     if given["ignore"]:
         fields["ignore"] = given["ignore"]
     if given["overrides"]:
-        # The first that fits counts, so a pattern that is given twice is the first one.
-        fields["overrides"] = dict(reversed(given["overrides"]))
-        fields["overrides"] = {k: fields["overrides"][k] for k, _ in given["overrides"]}
-    calibration = {field: given[field] for field in ("sequences", "length", "seed")}
+        fields["overrides"] = dict(given["overrides"])
+        if len(fields["overrides"]) < len(given["overrides"]):
+            raise ConfigError("a pattern is given twice to --override; leave one out")
+    calibration = {field: given[field] for field in _CALIBRATION}
     calibration["text"] = None if given["calibration"] is None else str(given["calibration"])
     changed = {field: value for field, value in calibration.items() if value is not None}
     if changed:
         fields["calibration"] = msgspec.structs.replace(config.calibration, **changed)
-        if not sweep and not with_fields(config, **fields).calibrated:
+    unused = idle(msgspec.structs.replace(config, **fields))
+    for field in [field for field in unused if field in fields]:
+        if sweep:
+            del fields[field]
+        elif field == "calibration":
             raise ConfigError(f"the recipe {name} sees no text; leave {', '.join(changed)} out")
+        else:
+            raise ConfigError(f"{field} is for {unused[field]}, not for the recipe {name}; leave it out")
     return with_fields(config, **fields)
+
+
+def _all_idle(configs: list[QuantConfig], given: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` for a flag that none of the recipes of a sweep has a use for."""
+    from pelton.quant.config import idle
+
+    flags = {field: field for field in _PLAIN} | dict.fromkeys((*_CALIBRATION, "calibration"), "calibration")
+    for flag, field in flags.items():
+        if given[flag] is not None and all(field in idle(config) for config in configs):
+            raise ConfigError(
+                f"{flag} is for {idle(configs[0])[field]}, and none of these is such; leave it out"
+            )
 
 
 def _list() -> None:

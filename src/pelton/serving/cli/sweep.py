@@ -30,7 +30,6 @@ def run_sweep(
 
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{output} is a file; give a folder for the table and the plot")
-    output.mkdir(parents=True, exist_ok=True)
 
     def note(text: str) -> None:
         if not quiet:
@@ -39,6 +38,7 @@ def run_sweep(
     rows: list[SweepRow] = []
     for row in sweep(checkpoint, configs, speed=speed, note=note):
         rows.append(row)
+        output.mkdir(parents=True, exist_ok=True)
         # What is measured is kept, should a later recipe fail.
         (output / "sweep.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
         (output / "sweep.svg").write_text(_plot(rows))
