@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.kernels.cuda_on_cpu import library
+from tests.kernels.product_results import TOLERANCE, relative_error
 from tests.kernels.test_packed_on_cpu import aligned
 
 from pelton.ir import group_blocks, group_encoder
@@ -123,10 +124,4 @@ def test_products_are_of_inputs_rounded_by_groups(
     decoded = group_blocks.decode(weight.data.view(np.uint8), "fp8_g128").reshape(rows, k)
     seen = rounded_activations(bf16_to_f32(x), ActivationQuant(dtype="fp8", group=128))
     y = seen.astype(np.float64) @ decoded.T.astype(np.float64)
-    if bias:
-        y += offsets
-    if form.gated:
-        y = y[:, :n] / (1 + np.exp(-y[:, :n])) * y[:, n:]
-    if form.residual is not None:
-        y += bf16_to_f32(residual)
-    assert np.linalg.norm(bf16_to_f32(out) - y) / np.linalg.norm(y) < 5e-3
+    assert relative_error(out, y, form, offsets if bias else None, residual) < TOLERANCE

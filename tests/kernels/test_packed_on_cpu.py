@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.kernels.cuda_on_cpu import library
+from tests.kernels.product_results import relative_error
 
 from pelton.ir.block_encoder import quantize
 from pelton.ir.blocks import dequantize
@@ -164,10 +165,4 @@ def error_of(
     if form.norm is not None:
         wide = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * gains
     y = wide @ dequantize(weight).T.astype(np.float64)
-    if bias:
-        y += offsets
-    if form.gated:
-        y = y[:, :n] / (1 + np.exp(-y[:, :n])) * y[:, n:]
-    if form.residual is not None:
-        y += bf16_to_f32(residual)
-    return float(np.linalg.norm(bf16_to_f32(out) - y) / np.linalg.norm(y))
+    return relative_error(out, y, form, offsets if bias else None, residual)

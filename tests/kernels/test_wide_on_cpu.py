@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.kernels.cuda_on_cpu import library
+from tests.kernels.product_results import TOLERANCE, relative_error
 from tests.kernels.test_packed_on_cpu import aligned
 
 from pelton.ir.block_encoder import quantize
@@ -130,10 +131,4 @@ def test_products_are_what_the_weight_says(
     )
 
     y = bf16_to_f32(x).astype(np.float64) @ dequantize(weight).T.astype(np.float64)
-    if bias:
-        y += offsets
-    if form.gated:
-        y = y[:, :n] / (1 + np.exp(-y[:, :n])) * y[:, n:]
-    if form.residual is not None:
-        y += bf16_to_f32(residual)
-    assert np.linalg.norm(bf16_to_f32(out) - y) / np.linalg.norm(y) < 5e-3
+    assert relative_error(out, y, form, offsets if bias else None, residual) < TOLERANCE
