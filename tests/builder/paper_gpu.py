@@ -28,8 +28,10 @@ def paper_cubin(source: Source, sm: int) -> cubins.Cubin:
     return cubins.Cubin(image=b"paper", name=source.function, threads=128, shared=0, scratch=2)
 
 
-def build_paper_engine(path: Path, checkpoint: Checkpoint | None = None, **settings: object) -> Path:
-    """A tiny engine for ``sm_90``; nothing is compiled and nothing checked."""
+def build_paper_engine(
+    path: Path, checkpoint: Checkpoint | None = None, *, check: bool = False, **settings: object
+) -> Path:
+    """A tiny engine for ``sm_90``; nothing is compiled, and nothing checked unless ``check``."""
     config = {"target": "sm_90", "max_batch_size": 4, "max_num_tokens": 128, **settings}
     with (
         mock.patch("pelton.builder.build.check_compilers"),
@@ -40,6 +42,6 @@ def build_paper_engine(path: Path, checkpoint: Checkpoint | None = None, **setti
             checkpoint or WithTokenizer(CONFIG, quant="bfloat16"),
             BuildConfig(**config),  # type: ignore[arg-type]
             output=path,
-            check=False,
+            check=check,
         )
     return path

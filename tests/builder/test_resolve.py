@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from typing import Any
 
 import pytest
 
 from pelton.builder.resolve import CheckpointFacts, resolve
+from pelton.builder.target import KNOWN_SM
 from pelton.engine.config import BuildConfig
 from pelton.engine.resources import cores
 from pelton.engine.shapes import OptimizationProfile
 from pelton.errors import ConfigError
 from pelton.kernels import native
+from pelton.kernels.gpu import nvrtc
 
 
 @pytest.fixture(autouse=True)
@@ -268,3 +271,31 @@ def test_products_of_codes_are_for_one_architecture() -> None:
     assert "inputs of products stay bfloat16" in "\n".join(notes)
     with pytest.raises(ConfigError, match="on sm_90"):
         resolve(BuildConfig(target="sm_80", activations="fp8"), fp8)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("sm_999", r"unknown target 'sm_999'; did you mean sm_90\? \(known: cpu, cuda, sm_80, sm_86, "),
+        ("sm_090", "did you mean sm_90?"),
+        ("sm_90a", "did you mean sm_90?"),
+        ("SM_90", "did you mean sm_90?"),
+        ("cuda:3", "unknown target 'cuda:3'; did you mean cuda?"),
+        ("sm_81", "unknown target 'sm_81'"),
+        ("sm_75", "target sm_75 is too old: the GPU kernels need sm_80 or later; use cpu"),
+        ("", r"unknown target '' \("),
+    ],
+)
+def test_targets_that_are_none(target: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(BuildConfig(target=target), facts(bfloat16=1000))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not nvrtc.available(), reason="no NVRTC")
+def test_the_compiler_of_kernels_knows_every_target() -> None:
+    count = ctypes.c_int()
+    nvrtc.library().nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    found = (ctypes.c_int * count.value)()
+    nvrtc.library().nvrtcGetSupportedArchs(found)
+    assert set(KNOWN_SM) <= set(found)

@@ -31,7 +31,7 @@ from pelton.builder.quantized_input import before_calibrating, kv_dtype_of, quan
 from pelton.builder.report import BuildReport, QualityReport
 from pelton.builder.selection import runs_on_this_cpu
 from pelton.builder.summary import build_report, engine_config, machine_report
-from pelton.builder.target import device_of, gpu_available, resolve_target, sm_of
+from pelton.builder.target import device_here, device_of, resolve_target, sm_of, why_not_here
 from pelton.builder.timing_cache import encode
 from pelton.builder.weights import write_weights
 from pelton.dtypes import KV_CODES
@@ -138,17 +138,17 @@ def build(
                 (folder / "timing_cache.json").write_bytes(encode(compiled.selected.timing_cache))
             hashes = {path: sha256 for path, _, sha256 in shards}
             target = str(compiled.config.target)
-            why_not = None
+            unchecked = None
             if device_of(target) == "cuda":
                 with clock("kernels"):
                     code = plan_launches(compiled.plan, compiled.selected.choice.tables, sm_of(target))
                     write_compact(
                         folder / "compiled" / "code.json", code.write(folder / "compiled", clock.progress)
                     )
-                if not gpu_available():
-                    why_not = "there is no GPU"
-            else:
-                why_not = native_runner.unavailable(compiled.plan)
+                if reason := why_not_here(target):
+                    unchecked = f"the kernels for {target} were compiled, and not run: {reason} here"
+            elif reason := native_runner.unavailable(compiled.plan):
+                unchecked = f"on this machine the engine runs on the slow PyTorch reference: {reason}"
             runs_here = runs_on_this_cpu(compiled.selected.cpu_level)
             if gate is not None and not runs_here:
                 raise ConfigError(
@@ -160,8 +160,8 @@ def build(
                     f"the engine is for CPUs of level {compiled.selected.cpu_level}, so its results were not "
                     "checked here"
                 )
-            elif why_not:
-                changes.append(f"on this machine the engine runs on the slow PyTorch reference: {why_not}")
+            elif unchecked:
+                changes.append(unchecked)
             quality = None
             if check and runs_here:
                 write_manifest(folder, compiled.plan, hashes, target, compiled.selected.cpu_level)
@@ -210,7 +210,7 @@ def _check(
         kept = with_float32_caches(config) if config.build.kv_dtype in KV_CODES else config
         reference = EagerReference(model, recipes, checkpoint.read, kept, blocks)
     if device_of(str(compiled.config.target)) == "cuda":
-        native = gpu_available()
+        native = device_here(str(compiled.config.target)) is not None
     else:
         native = native_runner.unavailable(compiled.plan) is None
     runner: Literal["native", "reference"] = "native" if native else "reference"
