@@ -299,3 +299,18 @@ def test_the_compiler_of_kernels_knows_every_target() -> None:
     found = (ctypes.c_int * count.value)()
     nvrtc.library().nvrtcGetSupportedArchs(found)
     assert set(KNOWN_SM) <= set(found)
+
+
+@pytest.mark.parametrize("name", BuildConfig.__struct_fields__)
+@pytest.mark.parametrize("value", [b"x", 1.5, {"a": 1}, [2]], ids=repr)
+def test_values_of_other_types_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be ") as caught:
+        resolve(BuildConfig(**{name: value}), facts())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_a_share_of_memory_is_above_0_and_at_most_1(share: float, target: str) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_fraction must be above 0 and at most 1, not "):
+        resolve(BuildConfig(target=target, gpu_memory_fraction=share), facts())

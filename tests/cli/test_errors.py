@@ -69,6 +69,19 @@ BAD: list[tuple[str, Args, int, str]] = [
     ("other dtype", lambda e, t: ["run", e, "x", "--dtype", "bfloat16"], 2, "was built with dtype float32"),
     ("other block", lambda e, t: ["chat", e, "--block-size", 32], 2, "was built with block_size 16"),
     ("other kv", lambda e, t: ["serve", e, "--port", 0, "--kv-dtype", "float16"], 2, "built with kv_dtype"),
+    ("no share", lambda e, t: ["run", e, "x", "--gpu-memory-fraction", 0], 2, "must be above 0 and at most"),
+    (
+        "more than all memory",
+        lambda e, t: ["serve", e, "--port", 0, "--gpu-memory-fraction", 1.5],
+        2,
+        "gpu_memory_fraction must be above 0 and at most 1, not 1.5",
+    ),
+    (
+        "share in words",
+        lambda e, t: ["chat", e, "--gpu-memory-fraction", "half"],
+        2,
+        "'half' is not a valid float",
+    ),
     ("port range", lambda e, t: ["serve", e, "--port", 70000], 2, "70000 is not in the range"),
     (
         "host",

@@ -202,9 +202,16 @@ def test_limits_of_an_engine_can_be_lowered_only(fake_engine: Path, fake_session
         (pelton.BuildConfig(max_batch_size=0), "max_batch_size must be 1 or more, not 0"),
         (pelton.BuildConfig(dtype="bfloat16"), "built with dtype float32, so it cannot run with bfloat16"),
         (pelton.BuildConfig(block_size=32), "built with block_size 16"),
+        (pelton.BuildConfig(gpu_memory_fraction=-1), "must be above 0 and at most 1, not -1"),
+        (
+            pelton.BuildConfig(gpu_memory_fraction="half"),  # type: ignore[arg-type]
+            "gpu_memory_fraction must be a number, not 'half'",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence):
             LLM(fake_engine, build=config)
+    with pytest.raises(ConfigError, match="threads must be a whole number, not 'all'"):
+        LLM(fake_engine, threads="all")  # type: ignore[arg-type]
     LLM(fake_engine, build=pelton.BuildConfig(dtype="float32", block_size=16)).close()
 
 

@@ -38,6 +38,7 @@ from pelton.dtypes import KV_CODES
 from pelton.engine import native_runner
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig, EngineConfig
+from pelton.engine.config_check import check_settings
 from pelton.engine.session import Session
 from pelton.engine.trust import remember
 from pelton.engine.weight_sources import WeightSources, describe
@@ -87,6 +88,7 @@ def build(
         with clock("open"):
             base = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         wanted = config or BuildConfig()
+        check_settings(wanted)
         if not dry_run and device_of(resolve_target(wanted.target, [])) == "cuda":
             with clock("open"):
                 check_compilers()

@@ -15,7 +15,7 @@ from pelton.builder.profiles import apply_limits, resolve_profiles
 from pelton.builder.target import device_of, resolve_target, sm_of
 from pelton.dtypes import KV_CODES, is_dense
 from pelton.engine.config import BuildConfig
-from pelton.engine.cuda.placement import check_gpu_memory_fraction
+from pelton.engine.config_check import check_settings
 from pelton.engine.resources import cores
 from pelton.errors import ConfigError
 from pelton.kernels import native
@@ -82,6 +82,7 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
         "opt_num_tokens",
     ):
         _positive(name, values[name])
+    check_settings(config)
     target = values["target"] = resolve_target(values["target"], notes)
     apply_limits(values)
     if values["max_batch_size"] is None:
@@ -92,7 +93,8 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     resolve_profiles(values)
     _resolve_types(values, facts, notes)
     _resolve_threads(values, notes)
-    _resolve_gpu_memory(values)
+    if values["gpu_memory_fraction"] is None:
+        values["gpu_memory_fraction"] = GPU_MEMORY_FRACTION
     _resolve_deterministic(values)
     _resolve_accumulate(values, notes)
     _resolve_fast_build(values, notes)
@@ -285,12 +287,6 @@ def _resolve_accumulate(values: dict[str, Any], notes: list[str]) -> None:
             f"accumulate float16 gains nothing on {target}, whose tensor cores add in float32 at the same "
             "rate, and costs accuracy; it is for GeForce cards"
         )
-
-
-def _resolve_gpu_memory(values: dict[str, Any]) -> None:
-    if values["gpu_memory_fraction"] is None:
-        values["gpu_memory_fraction"] = GPU_MEMORY_FRACTION
-    check_gpu_memory_fraction(values["gpu_memory_fraction"])
 
 
 def _resolve_target(values: dict[str, Any], notes: list[str]) -> None:

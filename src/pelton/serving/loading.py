@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pelton.engine.artifact import Engine
 from pelton.engine.config import BuildConfig, EngineConfig
+from pelton.engine.config_check import check_settings
 from pelton.engine.kv_cache import choose_num_blocks
 from pelton.runtime.config import ExecutorConfig
 from pelton.runtime.executor_spec import ExecutorSpec
@@ -20,7 +21,9 @@ def executor_spec(
     """The executor of ``engine`` within the limits of ``config`` (see ``overrides``), with the threads
     and the share of a GPU that are ``given``.
 
-    Raises ``ConfigError`` when the KV cache of lowered limits does not fit into memory either."""
+    Raises ``ConfigError`` for what is no setting, and when the KV cache of lowered limits does not fit into
+    memory either."""
+    check_settings(given)
     spec = ExecutorSpec(
         engine=str(engine.path.absolute()),
         threads=given.threads,

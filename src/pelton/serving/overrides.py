@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pelton.engine.config import BuildConfig, EngineConfig
+from pelton.engine.config_check import check_settings
 from pelton.errors import ConfigError
 
 #: What belongs to a session, not to the engine.
@@ -29,6 +30,7 @@ def apply_overrides(config: EngineConfig, given: BuildConfig, engine: Path) -> E
     """``config`` with the limits of ``given``.
 
     Raises ``ConfigError`` naming the first setting that contradicts the engine."""
+    check_settings(given)
     changes: dict[str, int] = {}
     for name in BuildConfig.__struct_fields__:
         wanted, built = getattr(given, name), getattr(config.build, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pelton.engine.artifact import Engine
 from pelton.engine.config import MemoryPlan
+from pelton.engine.config_check import check_gpu_memory_fraction
 from pelton.engine.cuda.sampler import sampler_bytes
 from pelton.engine.resources import human_bytes
 from pelton.errors import ConfigError
@@ -16,12 +17,6 @@ _OVERHEAD = 1 << 30
 def gpu_device(engine: Engine, index: int) -> Device | None:
     """The GPU for ``engine``; None for a CPU engine. Raises ``EngineError`` where there is none."""
     return Device(index) if engine.on_gpu else None
-
-
-def check_gpu_memory_fraction(fraction: float) -> None:
-    """Raise ``ConfigError`` for what is no share."""
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"gpu_memory_fraction must be above 0 and at most 1, not {fraction}")
 
 
 def usable_memory(device: Device, fraction: float) -> int:
