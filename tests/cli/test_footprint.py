@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pelton.errors import MissingDependencyError
+from pelton.kernels.gpu import driver, nvrtc
 from tests.cli.conftest import FAKE_MAIN, Run, fake_pelton
 
 HEAVY = {"torch", "transformers", "fastapi", "starlette", "pydantic", "uvicorn", "rich", "zmq", "asyncio"}
@@ -129,6 +131,23 @@ def test_doctor_and_version(run: Run) -> None:
     assert run("--version").out == run("version").out
     record = json.loads(run("doctor", "--json").out)
     assert {part["name"] for part in record["optional"]} >= {"torch", "fastapi", "zmq"}
+
+
+def test_doctor_of_a_machine_without_a_gpu_or_its_compilers(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is needed to run engines for CPUs."""
+
+    def no_driver() -> None:
+        raise MissingDependencyError("there is no NVIDIA driver here (libcuda.so.1); build it for the CPU")
+
+    monkeypatch.setattr(driver, "library", no_driver)
+    monkeypatch.setattr(nvrtc, "available", lambda: False)
+    result = run("doctor")
+    assert result.code == 0
+    assert "gpu             none (there is no NVIDIA driver here (libcuda.so.1))\n" in result.out
+    assert "NVRTC             no: pip install 'pelton[cuda]'" in result.out
+    assert "Engines run here." in result.out
 
 
 def test_every_setting_is_a_flag(run: Run) -> None:

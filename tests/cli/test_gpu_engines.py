@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pelton.engine.artifact import open_engine
+from pelton.kernels.gpu import cublaslt, roofline
 from pelton.kernels.gpu.null import NullLibrary, null_gpu
 from tests.builder.paper_gpu import build_paper_engine
 from tests.cli.conftest import Run
@@ -100,6 +101,15 @@ def test_doctor_measures_the_gpu(pelton: Run, gpu: NullLibrary) -> None:
     said = pelton("doctor").out
     assert "null, sm_90, " in said
     assert "gpu rates       4295 GB/s, " in said
+
+
+def test_doctor_says_how_to_get_cublaslt(
+    pelton: Run, gpu: NullLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublaslt, "available", lambda: False)
+    rates = roofline.GpuRates(name="null", memory=1e12, matrix=1e14, dtype="bfloat16")
+    monkeypatch.setattr(roofline, "measure", lambda *_: rates)
+    assert ", no cuBLASLt: pip install nvidia-cublas\n" in pelton("doctor").out
 
 
 def test_a_share_that_is_too_small_is_one_sentence(pelton: Run, engine: Path, gpu: NullLibrary) -> None:

@@ -1,4 +1,4 @@
-"""What a user's ``BuildConfig`` may hold, whatever it is for: values of its fields' types, shares that are some."""
+"""What any user's ``BuildConfig`` must hold: values of its fields' types, a share of memory that is one."""
 
 from __future__ import annotations
 

@@ -12,12 +12,15 @@ import click
 
 import pelton
 
+#: The compiler of CUDA C++: a library, not a module.
+_NVRTC = "NVRTC"
 #: (import name, what it is for, how to get it)
 _OPTIONAL = (
     ("torch", "building engines", "pelton[build]"),
     ("safetensors", "building from Hugging Face folders", "pelton[build]"),
     ("gguf", "building from GGUF files", "pelton[build]"),
     ("triton", "building engines for GPUs", "pelton[cuda]"),
+    (_NVRTC, "building engines for GPUs", "pelton[cuda]"),
     ("rich", "progress bars", "pelton[build]"),
     ("fastapi", "pelton serve", "pelton[serve]"),
     ("uvicorn", "pelton serve", "pelton[serve]"),
@@ -43,7 +46,7 @@ Exits with 1 when engines cannot run here."""
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
-    """Check this installation and this machine: native library, extras, cores, memory, cache."""
+    """Check this installation and this machine: native library, GPU, extras, cores, memory, cache."""
     report = _examine()
     if as_json:
         import msgspec
@@ -77,15 +80,18 @@ def _examine() -> dict[str, Any]:
         "cache": f"{cache_dir()} ({_cache_state()})",
     }
     optional = [
-        {
-            "name": name,
-            "installed": importlib.util.find_spec(name) is not None,
-            "for": purpose,
-            "extra": extra,
-        }
+        {"name": name, "installed": _installed(name), "for": purpose, "extra": extra}
         for name, purpose, extra in _OPTIONAL
     ]
     return {"facts": facts, "optional": optional, "problems": problems}
+
+
+def _installed(name: str) -> bool:
+    if name == _NVRTC:
+        from pelton.kernels.gpu import nvrtc
+
+        return nvrtc.available()
+    return importlib.util.find_spec(name) is not None
 
 
 def _native(problems: list[str]) -> str:
@@ -113,10 +119,10 @@ def _gpu() -> dict[str, str]:
     except PeltonError as error:
         return {"gpu": f"none ({str(error).partition(';')[0]})"}
     free, total = device.memory()
-    blas = "with" if cublaslt.available() else "without"
+    blas = "with cuBLASLt" if cublaslt.available() else "no cuBLASLt: pip install nvidia-cublas"
     found = (
         f"{device.name}, sm_{device.sm}, {human_bytes(free)} of {human_bytes(total)} free, driver for CUDA "
-        f"{driver_version()}, {blas} cuBLASLt"
+        f"{driver_version()}, {blas}"
     )
     try:
         rates = measure("bfloat16", device)
