@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,18 @@ TENSORS: dict[str, tuple[dict[str, Any], Pack, Change, str]] = {
         gptq,
         lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}),
         f"has {Q}.qweight as float32, not int32",
+    ),
+    "act-order without its order": (
+        GPTQ,
+        gptq,
+        lambda t: t.pop(f"{Q}.g_idx"),
+        f"has no tensor {Q}.g_idx, which desc_act needs",
+    ),
+    "act-order that is denied": (
+        {**GPTQ, "desc_act": False},
+        gptq,
+        lambda t: t.update({f"{Q}.g_idx": t[f"{Q}.g_idx"].flip(0)}),
+        f"has {Q}.g_idx with its groups in another order, and desc_act is false",
     ),
     "group beyond the last": (
         GPTQ,
@@ -162,6 +176,17 @@ CONFIGS: dict[str, tuple[Any, Pack, str]] = {
         ct_integers(4, 32, sym=True),
         "transform_config 'with rotations of activations' is not supported",
     ),
+    "threshold that is no number": (
+        {**BNB, "llm_int8_threshold": "six"},
+        bnb("nf4", 64, nested=False),
+        "llm_int8_threshold 'six' is not a number of at least 0",
+    ),
+    "threshold below 0": (
+        {**BNB, "llm_int8_threshold": -1.0},
+        bnb("nf4", 64, nested=False),
+        "llm_int8_threshold -1.0 is not a number of at least 0",
+    ),
+    "group size of nothing": ({**AWQ, "group_size": 0}, awq, "group_size 0 is not -1 or a divisor of the "),
     "pattern that is none": (
         {**PACKED, "ignore": ["re:("]},
         ct_integers(4, 32, sym=True),
@@ -301,4 +326,58 @@ def test_whatever_is_damaged_is_read_or_refused_in_a_sentence(case: str, tmp_pat
         except Exception as error:
             raise AssertionError(what) from error
     assert len(refused) > 15
+    assert not any("\n" in sentence for sentence in refused)
+
+
+#: With every field that a reader asks for.
+FULL: dict[str, tuple[dict[str, Any], Pack]] = {
+    **{name: FORMATS[name] for name in ("awq", "packed", "blocks")},
+    "gptq": ({**GPTQ, "checkpoint_format": "gptq", "pack_dtype": "int32", "dynamic": {"+:x": {}}}, gptq),
+    "auto-round": (
+        {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "extra_config": {}},
+        gptq,
+    ),
+    "scalar": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8("scalar")),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        fp8("scalar"),
+    ),
+    "bitsandbytes": ({**BNB, "load_in_4bit": True, "llm_int8_threshold": 6.0}, bnb("nf4", 64, nested=True)),
+}
+ODD = (None, -1, 5, 1.5, True, "x", [], {}, ["re:("], {"x": 1}, 10**30, float("nan"))
+
+
+def fields(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each value within ``values``."""
+    if path:
+        yield path
+    for key in values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ():
+        yield from fields(values[key], (*path, key))
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_whatever_a_config_says_is_read_or_refused_in_a_sentence(case: str, tmp_path: Path) -> None:
+    config, pack = FULL[case]
+    model = quantized_checkpoint(tmp_path / "m", config, pack, **ONE_LAYER)
+    expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    file = tmp_path / "m" / "config.json"
+    good = json.loads(file.read_text())
+    refused = []
+    for path in fields(good["quantization_config"]):
+        for odd in ODD:
+            spoilt = copy.deepcopy(good)
+            holder = spoilt["quantization_config"]
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = odd
+            file.write_text(json.dumps(spoilt))
+            try:
+                checkpoint = open_checkpoint(tmp_path / "m")
+                check_tensors(expected, checkpoint)
+                checkpoint.read(f"{Q}.weight")
+            except CheckpointError as error:
+                refused.append(str(error))
+            except Exception as error:
+                raise AssertionError((path, odd)) from error
+    assert len(refused) > 5
     assert not any("\n" in sentence for sentence in refused)

@@ -34,8 +34,7 @@ THRESHOLD = 6.0
 
 def bitsandbytes_weights(settings: Settings, stored: StoredTensors) -> Iterator[QuantizedWeight]:
     """Every quantised weight. Raises ``CheckpointError``."""
-    threshold = settings.get("llm_int8_threshold")
-    outliers = THRESHOLD if threshold is None else float(threshold)
+    outliers = settings.number("llm_int8_threshold", THRESHOLD)
     for name in stored:
         if not name.endswith(".weight"):
             continue

@@ -57,6 +57,11 @@ def _overrides(settings: Settings, module: str) -> Mapping[str, Any]:
     return {}
 
 
+def _each(index: Array, groups: int, size: int) -> bool:
+    """Whether every group is there as often as it has columns, so that ``index`` is no filler."""
+    return bool(index.min() >= 0 and np.array_equal(np.bincount(index, minlength=groups), [size] * groups))
+
+
 def _weight(
     module: str, bits: int, group_size: int, version: str, settings: Settings, stored: StoredTensors
 ) -> QuantizedWeight:
@@ -73,12 +78,17 @@ def _weight(
     stored.need(f"{module}.scales", FLOATS, (groups, rows))
     stored.need(f"{module}.qzeros", ("int32",), (groups, rows * bits // 32))
     parts = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
-    index, whole = None, True
-    if f"{module}.g_idx" in stored:
-        parts.append(f"{module}.g_idx")
-        stored.need(parts[-1], ("int32", "int64"), (cols,))
-        if settings.flag("desc_act", False):
-            index, whole = act_order(stored.array(parts[-1]), group, parts[-1], stored)
+    index, whole, ordered = None, True, settings.flag("desc_act", False)
+    g_idx = f"{module}.g_idx"
+    if g_idx in stored:
+        parts.append(g_idx)
+        stored.need(g_idx, ("int32", "int64"), (cols,))
+        if ordered:
+            index, whole = act_order(stored.array(g_idx), group, g_idx, stored)
+        elif not np.array_equal(np.sort(found := stored.array(g_idx)), found) and _each(found, groups, group):
+            raise stored.wrong(f"has {g_idx} with its groups in another order, and desc_act is false")
+    elif ordered and groups > 1:
+        raise stored.wrong(f"has no tensor {g_idx}, which desc_act needs")
 
     def start() -> Callable[[slice], Integers]:
         words, z = stored.array(f"{module}.qweight"), zeros()

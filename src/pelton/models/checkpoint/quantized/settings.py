@@ -31,6 +31,15 @@ class Settings:
             raise self.wrong(keys[0], value, " or ".join(map(str, among)))
         return value
 
+    def number(self, key: str, default: float) -> float:
+        """A number of at least 0."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise self.wrong(key, value, "a number of at least 0")
+        return float(value)
+
     def flag(self, key: str, default: bool) -> bool:
         """true or false."""
         value = self.values.get(key)
