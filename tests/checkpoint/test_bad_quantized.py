@@ -94,6 +94,20 @@ TENSORS: dict[str, tuple[dict[str, Any], Pack, Change, str]] = {
         lambda t: t[f"{Q}.weight_shape"].fill_(96),
         f"has {Q}.weight_packed of 128 x 16 words, which do not hold the 96 x 96 codes of 4 bits that",
     ),
+    "act-order of packed groups without its order": (
+        group_config(
+            "pack-quantized",
+            num_bits=4,
+            type="int",
+            symmetric=True,
+            strategy="group",
+            group_size=32,
+            actorder="group",
+        ),
+        ct_integers(4, 32, sym=True),
+        lambda t: None,
+        "_proj.weight_g_idx, which actorder needs",
+    ),
     "blocks of another size": (
         BLOCKS,
         fp8("block", "weight_scale_inv"),

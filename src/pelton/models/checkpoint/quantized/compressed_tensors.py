@@ -45,6 +45,8 @@ FORMATS = (
     "dense",
 )
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+#: Values of ``actorder`` by which the columns of a group are not neighbours.
+ORDERED = ("group", "dynamic", True)
 _CODES = (".weight_packed", ".weight")
 
 
@@ -189,7 +191,7 @@ def _integers(
             stored.need(zero, ("int8",), stored.entry(scale).shape)
     if zero in stored:
         parts.append(zero)
-    index, whole = _index(module, parts, cols, group, stored)
+    index, whole = _index(module, parts, cols, group, weights.get("actorder") in ORDERED, stored)
     middle = np.uint8(1 << (bits - 1))
 
     def start() -> Callable[[slice], Integers]:
@@ -248,11 +250,13 @@ def _shape(module: str, name: str, bits: int, parts: list[str], stored: StoredTe
 
 
 def _index(
-    module: str, parts: list[str], cols: int, group: int, stored: StoredTensors
+    module: str, parts: list[str], cols: int, group: int, ordered: bool, stored: StoredTensors
 ) -> tuple[Callable[[], Array] | None, bool]:
     """``act_order`` of a weight whose ``actorder`` is group."""
     name = f"{module}.weight_g_idx"
     if name not in stored:
+        if ordered and cols > group:
+            raise stored.wrong(f"has no tensor {name}, which actorder needs")
         return None, True
     parts.append(name)
     stored.need(name, ("int32", "int64"), (cols,))
