@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import numpy as np
 from gpu_profile import profiles
 from gpu_serving import answer_tokens, decode_step, start
 from gpu_steps import Driver
@@ -97,12 +98,13 @@ def measure(
 def throughput(session: pelton.Session, requests: int, prompt: int, answer: int) -> float:
     """Output tokens per second of ``requests`` that come at once, greedy, to their full length."""
     executor = start(session, [prompt] * requests, answer)
-    tokens, steps, begin = 0, 0, time.perf_counter()
+    rows, computed, times = [], [0], [time.perf_counter()]
     while executor.has_work:
-        tokens += sum(len(update.new_token_ids) for update in executor.step())
-        steps += 1
-    seconds = time.perf_counter() - begin
-    assert tokens == requests * answer, tokens
+        rows.append(sum(len(update.new_token_ids) for update in executor.step()))
+        computed.append(executor.stats().computed_tokens)
+        times.append(time.perf_counter())
+    steps, seconds = len(rows) - 1, times[-1] - times[0]
+    assert sum(rows) == requests * answer, rows
     host = executor.stats().host_time
     assert host is not None
     print(
@@ -110,7 +112,26 @@ def throughput(session: pelton.Session, requests: int, prompt: int, answer: int)
         f"median {1e6 * host.median:.0f} us, 99 % below {1e6 * host.p99:.0f} us",
         flush=True,
     )
-    return tokens / seconds
+    # What a call submits runs until the next returns, with its tokens.
+    show_steps(np.diff(computed)[:-1], np.array(rows[1:]), 1e3 * np.diff(times)[1:])
+    return sum(rows) / seconds
+
+
+def show_steps(tokens: np.ndarray, sampled: np.ndarray, ms: np.ndarray) -> None:
+    """By kind: with prompts' chunks, decoding as many as ever, decoding fewer."""
+    decodes = tokens == sampled
+    most = tokens[decodes].max(initial=0)
+    for name, kind in (
+        ("with prompts", ~decodes),
+        (f"decoding {most}", decodes & (tokens == most)),
+        ("decoding fewer", decodes & (tokens < most)),
+    ):
+        if kind.any():
+            print(
+                f"    {name}: {kind.sum()} steps of {tokens[kind].mean():.0f} tokens, "
+                f"{ms[kind].mean():.2f} ms each, {ms[kind].sum() / 1e3:.2f} s",
+                flush=True,
+            )
 
 
 FIRST_TOKEN = """
