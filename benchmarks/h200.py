@@ -26,7 +26,7 @@ import numpy as np
 from gpu_profile import profiles
 from gpu_serving import answer_tokens, decode_step, start
 from gpu_steps import Driver
-from random_llama import LLAMA_8B, RandomLlama
+from random_llama import LLAMA_8B, Q4_K_M, RandomLlama
 
 import pelton
 
@@ -58,6 +58,8 @@ TABLES = {
         ("f", 256): (None, 15.4, 12.5),
     },
     "int4_g128": dict.fromkeys(TABLE, (None, None, None)) | {("b", 1): (1.1, None, 1.4)},
+    Q4_K_M: dict.fromkeys(TABLE, (None, None, None))
+    | {("b", 1): (1.08, None, None), ("f", 1): (1.10, None, None)},
 }
 QUANTS = {"fp8": "fp8_row", "fp8-static": "fp8_row", "int8": "int8_row", "int4": "int4_g128"}
 #: Test -> requests, tokens of a prompt, of an answer.
@@ -160,8 +162,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", type=Path)
-    parser.add_argument("--quant", default="bfloat16", help="fp8, fp8-static, int8, int4 or a block type")
-    parser.add_argument("--head", default="bfloat16", help="the same of the head")
+    parser.add_argument(
+        "--quant", default="bfloat16", help="fp8, fp8-static, int8, int4, a block type, q4_k_m"
+    )
+    parser.add_argument("--head", default="bfloat16", help="the same of the head (q4_k_m has its own)")
     parser.add_argument("--only", default="a,b,c,d,e,f")
     parser.add_argument("--deterministic", action="store_true", help="an engine of that kind")
     parser.add_argument(
@@ -223,7 +227,7 @@ def main() -> None:
                     flush=True,
                 )
         if args.profile is not None:
-            spans = profiles(driver, PROFILED, found)
+            spans = profiles(driver, [test for test in PROFILED if test in found], found)
             args.profile.write_text(json.dumps(spans, indent=1) + "\n")
     if args.json:
         rows: list[dict[str, object]] = [
