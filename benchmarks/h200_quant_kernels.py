@@ -8,7 +8,8 @@ hold, and the share of the floor, the format's own bytes at 4.3 TB/s or the oper
 ``--compile`` only fills Triton's cache, in processes, without a GPU.
 
 ``--chosen``: of each type, bfloat16 among them, the tactic that is taken without timing for exact inputs,
-kernels overlapping as in a step; o and down add a residual, gate and up end with the activation.
+kernels overlapping as in a step; o and down add a residual, gate and up end with the activation. In the end
+a layer's products together: the share of the sum of their floors, the time in bfloat16's.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from h200_kernels import BANDWIDTH, SHAPES, Bench, Variant, compile_or_none, ope
 from pelton.dtypes import BLOCK_TYPES
 from pelton.engine.resources import cores
 from pelton.ir.block_encoder import quantize
-from pelton.ir.tensors import f32_to_bf16
+from pelton.ir.tensors import HostTensor, f32_to_bf16
 from pelton.kernels.launch import Argument, CallSpec, LaunchSpec, OperandSpec, Work
 from pelton.kernels.layouts import LAYOUTS
 from pelton.kernels.linear.packed import packed, unpacked
@@ -139,15 +140,17 @@ def chosen(quants: list[str], tokens: list[int], shapes: list[str]) -> Iterator[
         call = CallSpec(inputs=inputs, outputs=(out,), attrs={"kind": "silu"} if gated else {})
         specs = [i and TensorSpec(dtype=i.dtype, shape=i.shape, quant=i.quant) for i in inputs]
         node = NodeSpec(op=OPS[name], inputs=tuple(specs), attrs=call.attrs, activations="bfloat16")
-        tactic = next(
+        fitting = [
             t
             for t in tactics
-            if t.op == node.op and t.takes(m) and not t.batch_invariant and t.precision == "bfloat16"
+            if t.op == node.op and not t.batch_invariant and t.precision == "bfloat16"
             if t.launches is not None and t.supports(node)
-        )
+        ]
+        layout = fitting[0].weight_layouts  # a weight lies in one for steps of any size
+        tactic = next(t for t in fitting if t.takes(m) and t.weight_layouts == layout)
         assert tactic.launches is not None
         floor = floor_us(quant, m, n, k)
-        used = {"tactic": tactic.name, "layout": tactic.weight_layouts.get(1, "rows")}
+        used = {"tactic": tactic.name, "layout": layout.get(1, "rows")}
         yield Variant(f"{quant} {name}", m, used, tactic.launches(call, m), {"T": m}, floor)
 
 
@@ -186,7 +189,8 @@ def table(bench: QuantBench, found: list[Variant]) -> list[dict[str, Any]]:
     for what, group in itertools.groupby(found, key=lambda v: v.what):
         quant, name = what.split()
         n, k = SHAPES[name]
-        data = weight_bytes(quant, n, k)
+        timed = list(group)
+        data = weight_bytes(quant, n, k, timed[0].tiles["layout"])
         size = -(-data.nbytes // 4096) * 4096
         small, copies = bench.small.address, max(2, min(48, (512 << 20) // size))
         inputs = [[small, bench.big.address + i * size, 0, small + (384 << 20)] for i in range(copies)]
@@ -195,7 +199,7 @@ def table(bench: QuantBench, found: list[Variant]) -> list[dict[str, Any]]:
             bench.stream.copy(weight, inputs[0][1], data.nbytes)
         bench.stream.wait()
         line = f"{quant:<10}{name:<8}"
-        for variant in group:
+        for variant in timed:
             us = bench.microseconds(variant, [(i, [small + (512 << 20)]) for i in inputs])
             rows.append({"what": what, "size": variant.size, "us": round(us, 2), "floor": variant.floor_us})
             rows[-1] |= variant.tiles
@@ -204,13 +208,33 @@ def table(bench: QuantBench, found: list[Variant]) -> list[dict[str, Any]]:
     return rows
 
 
-def weight_bytes(quant: str, n: int, k: int) -> np.ndarray[Any, Any]:
-    """Normally distributed values, as the kernels read them."""
+def layers(rows: list[dict[str, Any]], tokens: list[int]) -> None:
+    """Prints each type's products of a layer together: their floors' share, the time in bfloat16's."""
+    times: dict[tuple[str, int], float] = {}
+    floors: dict[tuple[str, int], float] = {}
+    for row in rows:
+        key = row["what"].split()[0], row["size"]
+        times[key] = times.get(key, 0.0) + row["us"]
+        floors[key] = floors.get(key, 0.0) + row["floor"]
+    print(f"{'a layer':<12}" + "".join(f"{m:>13}" for m in tokens))
+    for quant in dict.fromkeys(quant for quant, _ in times):
+        cells = []
+        for m in tokens:
+            us, dense = times[quant, m], times.get(("bfloat16", m))
+            cells.append(f"{floors[quant, m] / us:.0%}" + (f" {us / dense:.2f}" if dense else ""))
+        print(f"{quant:<12}" + "".join(f"{cell:>13}" for cell in cells))
+
+
+def weight_bytes(quant: str, n: int, k: int, layout: str) -> np.ndarray[Any, Any]:
+    """Normally distributed values, 64 rows again and again, as the kernels read them."""
     part = np.random.default_rng(0).standard_normal((64, k), dtype=np.float32) * np.float32(0.02)
     if quant == "bfloat16":
         return np.tile(f32_to_bf16(part), (n // 64, 1)).view(np.uint8)
-    panels = LAYOUTS["mma16"].pack(quantize(part, quant))
-    return np.tile(panels.reshape(-1), n // 64)
+    rows = quantize(part, quant)
+    if layout == "mma16":  # panel after panel
+        return np.tile(LAYOUTS[layout].pack(rows).reshape(-1), n // 64)
+    data = np.tile(rows.data.reshape(64, -1), (n // 64, 1))
+    return LAYOUTS[layout].pack(HostTensor(quant, (n, k), data)).reshape(-1)
 
 
 def fill(bench: Bench) -> None:
@@ -244,7 +268,7 @@ def main() -> None:
     sources = list(dict.fromkeys(w.kernel for v in found for w in v.works if isinstance(w, LaunchSpec)))
     print(f"{len(found)} variants, {len(sources)} kernels", flush=True)
     with ProcessPoolExecutor(cores()) as pool:
-        compiled = dict(zip(sources, pool.map(compile_or_none, sources, chunksize=2), strict=True))
+        compiled = dict(zip(sources, pool.map(compile_or_none, sources), strict=True))
     cubins = {source: cubin for source, cubin in compiled.items() if cubin is not None}
     print(f"{len(cubins)} compiled", flush=True)
     if args.compile:
@@ -253,6 +277,7 @@ def main() -> None:
     if args.chosen:
         print(f"{'type':<10}{'shape':<8}" + "".join(f"{m:>8}     " for m in tokens))
         rows = table(bench, found)
+        layers(rows, tokens)
         if args.json:
             args.json.write_text(json.dumps(rows))
         return
