@@ -8,6 +8,7 @@ import pytest
 
 from pelton.dtypes import GPU_BLOCK_TYPES
 from pelton.kernels.gpu import nvrtc
+from pelton.kernels.gpu_types import GPU_TYPES
 from pelton.kernels.launch import CallSpec, CudaSource, LaunchSpec, OperandSpec, Work
 from pelton.kernels.linear.packed_few import FEW_STEPS, FewTiles, clusters_and_stages, few, few_tiles
 from pelton.kernels.linear.packed_tiles import PACKED_STEPS, packed_tiles
@@ -58,12 +59,20 @@ def test_asynchronous_products_of_many_tokens_stay_so(quant: str) -> None:
     """The assembler waits for each where registers are written to that it cannot prove to have been read."""
     if not nvrtc.available():
         pytest.skip("NVRTC is not here")
-    for n, tokens, gated in ((4096, 64, False), (4096, 256, False), (6144, 256, False), (14336, 128, True)):
+    narrow = [(n, tokens, False) for n, tokens in ((4096, 64), (4096, 256), (6144, 128), (6144, 256))]
+    for n, tokens, gated in (*narrow, (14336, 128, True)):
         of_call = call(quant, 2 * n if gated else n, 4096, gated=gated)
         (work,) = wide(Form(gated=gated), of_call, wide_tiles(n, tokens, gated, quant), tokens)
         assert isinstance(work, LaunchSpec)
         assert isinstance(work.kernel, CudaSource)
         assert "serialized" not in compiler_log(work.kernel)
+
+
+@pytest.mark.parametrize("quant", sorted(GPU_TYPES))
+def test_a_weight_is_decoded_once_for_256_tokens(quant: str) -> None:
+    """Where shared memory is too small for all tokens' tile, two tiles decode every weight twice."""
+    for n, gated in ((4096, False), (6144, False), (14336, True)):
+        assert wide_tiles(n, 256, gated, quant).tokens == 256
 
 
 def compiler_log(source: CudaSource) -> str:

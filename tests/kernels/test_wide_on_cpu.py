@@ -57,6 +57,10 @@ class TensorMap(C.Structure):
         ("int4_g128", 192, 384, ADD, 200, WideTiles(256, 2, 1, 1, 12), True),  # two rounds
         ("int4_g128", 128, 256, ADD, 100, WideTiles(128, 1, 1, 1, 8), False),
         ("int4_g128", 192, 640, ADD, 250, WideTiles(256, 2, 1, 2, 4, half_strip=True), True),
+        ("int8_g32", 320, 384, Form(), 180, WideTiles(256, 2, 1, 2, 4, half_strip=True), False),
+        ("int8_g32", 128, 896, ADD, 250, WideTiles(256, 1, 2, 2, 4), True),
+        ("int8_g64", 240, 384, GATED, 250, WideTiles(256, 2, 1, 1, 6, half_strip=True), False),
+        ("q4_k", 192, 768, Form(), 100, WideTiles(128, 2, 1, 2, 4, half_strip=True), False),
         ("int8_g128", 320, 384, Form(), 180, WideTiles(256, 2, 1, 2, 4, half_strip=True), False),
         ("int4_g64", 112, 256, GATED, 250, WideTiles(256, 2, 1, 2, 2, half_strip=True), False),
         ("nf4_g64", 80, 1024, ADD, 250, WideTiles(256, 1, 2, 2, 4), False),

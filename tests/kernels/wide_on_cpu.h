@@ -34,6 +34,7 @@ inline int this_lane() { return cpu::lane(); }
 inline void copy_chunk_if(bool wanted, u32 target, const void* source) {
     if (wanted) copy_chunk(target, source);
 }
+inline void put_2(u32 at, u32 x, u32 y) { shared_value<uint2>(at) = {x, y}; }
 template <int N>
 inline void registers_less() {}
 template <int N>

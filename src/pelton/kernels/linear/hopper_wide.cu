@@ -17,7 +17,8 @@
 //
 // Constants: RESULTS results of INNER columns; TOKENS at most (32, 64, 128, 256), a tile of them a blockIdx.y;
 // ROW_GROUPS; SPLITS; CLUSTER; HALF_STRIP; EACH; STAGES; DEPTH; STEPS (of 16 columns that are multiplied while others are
-// decoded); SUMS; BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to row of the residual); and
+// decoded); SUMS; TABLED (whether scales pass through a table of the warp); ONE_AREA (whether a warp's slots share one place
+// for scales); BIAS, RESIDUAL (whether there is one); R_ROW (elements from row to row of the residual); and
 // decode.cuh's.
 #include "hopper.cuh"
 #include "decode.cuh"
@@ -41,18 +42,22 @@ constexpr bool SHORT = BYTE_SCALES > 0;             // scales that bfloat16 hold
 constexpr u32 UNIT_CODES = LOADS * BLOCK_BYTES, UNIT_AREA = SUPER_SCALES ? AREA : SCALES * AREA;
 constexpr bool WHOLE = SPLITS == 1 && CLUSTER == 1;  // sums: they have a place of their own
 constexpr u32 X_BYTES = TOKENS * ROW_BYTES;
-constexpr u32 SLOT = UNIT_CODES + UNIT_AREA;        // of a warp, for a unit
+constexpr u32 SLOT = UNIT_CODES + (ONE_AREA ? 0 : UNIT_AREA);        // of a warp, for a unit
+constexpr u32 TABLE = TABLED ? SCALES / 2 * 256 : 0;                 // of a warp: 8 bytes of each row and group
+constexpr u32 SLOTS = DEPTH * SLOT + (ONE_AREA ? UNIT_AREA : 0), OF_WARP = SLOTS + TABLE;
 constexpr int EIGHTS = TOKENS / 8;
 constexpr u32 PART = 128 * 16;                      // of a group's sums of eight tokens, in bytes
 // Parts of sums lie where x and codes were.
 constexpr u32 PARTS_BYTES = WHOLE ? 0 : ((SPLITS > 1 ? GROUPS : 0) + (CLUSTER > 1 ? ROW_GROUPS : 0)) * EIGHTS * PART;
-constexpr u32 SLOTS_AT = (STAGES + (WHOLE ? GROUPS : 0)) * X_BYTES, USED = SLOTS_AT + GROUPS * 4 * DEPTH * SLOT;
+constexpr u32 SLOTS_AT = (STAGES + (WHOLE ? GROUPS : 0)) * X_BYTES, USED = SLOTS_AT + GROUPS * 4 * OF_WARP;
 constexpr u32 BARRIERS_AT = USED > PARTS_BYTES ? USED : PARTS_BYTES;
 static_assert(INNER % UNIT == 0 && RESULTS % 16 == 0, "whole units");
 static_assert(HALVES * PANELS * PANEL_BYTES >> 32 == 0, "offsets of 32 bits");
 static_assert(STAGES % 2 == 0 && STAGES / 2 > SPLITS, "a split's next unit comes before it gives the last one's stage back");
 static_assert(WHOLE || ROUNDS == 1, "parts of sums are added up once");
 static_assert(GROUP == 0 || GROUP == 16 || GROUP == 32 || GROUP == 64 || GROUP % UNIT == 0, "scales of whole quarters");
+static_assert(!TABLED || (SCALES > 1 && (CODE == 3 || (!ZERO && !OFFSET))), "two words of a row and group");
+static_assert(!ONE_AREA || (DEPTH == 2 && GROUPS < 4), "scales are read before the next are copied");
 static_assert(!SUMS || GROUP == UNIT, "a unit's sum has one scale");
 static_assert(EIGHTS % CLUSTER == 0 && (!HALF_STRIP || EIGHTS / 2 % CLUSTER == 0), "whole eights of tokens of a block");
 static_assert(!HALF_STRIP || (SPLITS == 1 && !SUMS && EACH % STRIP == 0), "two have a strip more");
@@ -84,6 +89,8 @@ template <int PENDING>
 DEVICE void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+
+DEVICE void put_2(u32 at, u32 x, u32 y) { asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory"); }
 
 // Keeps the compiler from using these before this point.
 DEVICE void pin(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory"); }
@@ -158,7 +165,7 @@ DEVICE void compute(const Shared& shared, int first, int last, const Operands& o
 #pragma unroll
     for (int i = 0; i < DEPTH - 1; ++i) ahead.copy();
     u32 slot = 0;
-    Loaded loaded;
+    Loaded loaded{slots + DEPTH * SLOT, slots + SLOTS};
     if (CODE == 5 && EARLY) keep(loaded.nf4, o.tokens >> 31);
     if (EARLY) loaded.load(slots, shared.lane);
     wait_for_previous();
@@ -216,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
     wide(const u8* weight, const __grid_constant__ TensorMap x_map, const float* bias, const u16* residual, u16* out,
          int tokens) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared shared{(shared_address(memory) + 1023) / 1024 * 1024, this_lane()};
+    const Shared shared{shared_address(memory), this_lane()};  // aligned, as nothing lies before it
     if (threadIdx.x == THREADS) {
         prefetch_map(&x_map);
         for (u32 i = 0; i < STAGES; ++i) {

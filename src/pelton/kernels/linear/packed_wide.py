@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from pelton.dtypes import BLOCK_TYPES, GPU_BLOCK_TYPES
+from pelton.dtypes import BLOCK_TYPES, GGUF_BLOCK_TYPES, GPU_BLOCK_TYPES
 from pelton.kernels.gated_activation.cuda import KINDS
 from pelton.kernels.gpu_layouts import PANEL, panel_bytes
 from pelton.kernels.gpu_types import GPU_TYPES
@@ -27,14 +27,16 @@ _MOST_TOKENS = 128
 #: Panels of 16 rows of a warp group.
 _GROUP_PANELS = 4
 _ROW_BYTES = 128
-#: Dynamic shared memory, bytes; besides x, sums and codes: barriers, up to a multiple of 1024.
+#: Dynamic shared memory, bytes; besides x, sums and codes: barriers.
 _SHARED = 227 << 10
-_BESIDES = 1024 + 16 * 20
+_BESIDES = 16 * 20
 #: Bytes of a sum of a warp group: of each thread 16 for eight tokens.
 _PART = 128 * 16
 _MOST_STAGES = 16
-#: Units in a warp's slots: one is read while another comes; more than the most do not help.
-_LEAST_DEPTH, _DEPTH = 2, 4
+#: Units in a warp's slots: one is read while another comes; more than the most do not help (tiles of 256).
+_LEAST_DEPTH, _DEPTH, _DEPTH_OF_256 = 2, 4, 3
+#: Types whose scales pass through a table, which is faster in tiles of 256 tokens and with half strips.
+_TABLED = ("nf4_g64", "int8_g32", "int8_g64")
 #: Clusters of so many blocks that an H200 runs at a time, a block a multiprocessor.
 _CLUSTERS = {1: PROCESSORS, 2: 66, 4: 30}
 
@@ -86,9 +88,19 @@ def wide_tiles(n: int, tokens: int, gated: bool, quant: str) -> WideTiles:
         if -(-strips // row_groups) * times <= most
     ]
     _, cluster, row_groups = min(fitting, default=(0.0, 1, 4))
-    # A third group of one strip helps as long as x is small.
+    slow = quant in GGUF_BLOCK_TYPES
+    if tokens == _MOST_TOKENS and _three_of_two(strips) and not slow:
+        return WideTiles(tile, 2, 1, 2, strip, half_strip=True)
+    # A third group of one strip helps as long as x is small; where decoding takes long, one more.
     splits = {1: 3 if tile <= 64 else 2, 2: 2 if tile <= 64 else 1}.get(row_groups, 1)
+    if slow and row_groups * cluster == 1 and tile >= 64:
+        splits += 1
     return WideTiles(tile, row_groups, splits, cluster, row_groups * strip, sums)
+
+
+def _three_of_two(strips: int) -> bool:
+    """Whether two clusters of two blocks, each with half of the columns, have three of the strips."""
+    return _CLUSTERS[2] < strips and 2 * strips <= 3 * _CLUSTERS[2]
 
 
 def _tiles_of_256(strips: int, strip: int, quant: str) -> WideTiles | None:
@@ -103,7 +115,7 @@ def _tiles_of_256(strips: int, strip: int, quant: str) -> WideTiles | None:
         return WideTiles(tokens, 2, 1, 1, (of_two + 1 - half) // 2 * strip, half_strip=half)
     if 2 * strips > 3 * halves:
         return WideTiles(tokens, 1, 2, 1, strip)
-    if strips > halves:  # three for two clusters, each half of the columns
+    if _three_of_two(strips):
         return WideTiles(tokens, 2, 1, 2, strip, half_strip=True)
     steps = 0 if quant == "nf4_g64" else 1
     return WideTiles(tokens, 1, 2, 2, strip, steps=steps) if 2 * strips > halves else None
@@ -111,26 +123,49 @@ def _tiles_of_256(strips: int, strip: int, quant: str) -> WideTiles | None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Stages of x's ring, units of a warp's codes, bytes of shared memory."""
+    """How shared memory is used."""
 
     stages: int
+    """Of x's ring."""
     depth: int
+    """Units of a warp's codes."""
+    one_area: bool
+    """Whether these have one place for scales."""
+    tabled: bool
+    """Whether scales pass through a table."""
     shared: int
+    """Bytes in all."""
 
 
 def layout_of(tiles: WideTiles, quant: str) -> _Layout:
-    """Codes have the shared memory that x leaves; parts of sums lie where both were."""
+    """Codes have the shared memory that x leaves; parts of sums lie where both were.
+
+    Where two units do not fit, their scales share a place: those of the next are copied when these were read.
+    """
     groups, stage = tiles.row_groups * tiles.splits, _ROW_BYTES * tiles.tokens
-    slots = 4 * groups * (panel_bytes(quant, UNIT) - PANEL * BLOCK_TYPES[quant].header)
+    unit = panel_bytes(quant, UNIT) - PANEL * BLOCK_TYPES[quant].header
+    area, warps = unit - PANEL * UNIT * GPU_TYPES[quant].bits // 8, 4 * groups
     free = _SHARED - _BESIDES
     whole, parts = groups * stage, 0
     if tiles.splits * tiles.cluster > 1:
         of = (groups if tiles.splits > 1 else 0) + (tiles.row_groups if tiles.cluster > 1 else 0)
         whole, parts = 0, of * tiles.tokens // 8 * _PART
     least = 2 * (tiles.splits + 1)
-    depth = min(_DEPTH, (free - whole - least * stage) // slots)
-    stages = max(least, min(_MOST_STAGES, (free - whole - depth * slots) // stage) // 2 * 2)
-    return _Layout(stages, depth, max(whole + stages * stage + depth * slots, parts) + _BESIDES)
+    left = (free - whole - least * stage) // warps  # of a warp
+    one_area = groups < 4 and left < _LEAST_DEPTH * unit
+    table = 0
+    if quant in _TABLED and (tiles.half_strip or tiles.tokens > _MOST_TOKENS):
+        table = 8 * PANEL * (UNIT // GPU_TYPES[quant].group)
+    if left < _LEAST_DEPTH * unit + table:
+        table = 0
+    if one_area:
+        depth, used = min(_LEAST_DEPTH, (left - area) // (unit - area)), _LEAST_DEPTH * (unit - area) + area
+    else:
+        depth = min(_DEPTH_OF_256 if tiles.tokens > _MOST_TOKENS else _DEPTH, (left - table) // unit)
+        used = depth * unit + table
+    stages = max(least, min(_MOST_STAGES, (free - whole - warps * used) // stage) // 2 * 2)
+    shared = max(whole + stages * stage + warps * used, parts) + _BESIDES
+    return _Layout(stages, depth, one_area, table > 0, shared)
 
 
 def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple[Work, ...]:
@@ -176,6 +211,8 @@ def wide(form: Form, call: CallSpec, tiles: WideTiles, max_tokens: int) -> tuple
                 "DEPTH": layout.depth,
                 "STEPS": tiles.steps or 2,
                 "SUMS": int(tiles.sums),
+                "TABLED": int(layout.tabled),
+                "ONE_AREA": int(layout.one_area),
                 "BIAS": int(bias),
                 "RESIDUAL": int(form.residual is not None),
                 "R_ROW": 0 if form.residual is None else call.input(form.residual).strides[0],

@@ -8,7 +8,7 @@ struct Shared {
     DEVICE u32 empty(u32 stage) const { return full(stage) + 8; }
     DEVICE u32 x(u32 stage) const { return base + stage * X_BYTES; }
     DEVICE u32 staged(u32 group) const { return base + (STAGES + group) * X_BYTES; }
-    DEVICE u32 slots(u32 warp) const { return base + SLOTS_AT + warp * (DEPTH * SLOT); }
+    DEVICE u32 slots(u32 warp) const { return base + SLOTS_AT + warp * OF_WARP; }
 
     DEVICE u32 nothing() const { return empty(STAGES); }  // where two stages would follow, for arrivals that count for none
     DEVICE u32 sent(int row_group) const { return full(STAGES + row_group); }  // by the cluster's other blocks
@@ -104,7 +104,8 @@ struct Ahead {
                 if (at + 512 <= UNIT_CODES) copy_chunk(to + at, codes + at);
                 else copy_chunk_if(at + 16 * lane < UNIT_CODES, to + at, codes + at);
             }
-            if (SCALES > 0) copy_chunk_if(lane < UNIT_AREA / 16, to + UNIT_CODES, area);
+            const u32 area_to = ONE_AREA ? slots + DEPTH * SLOT + 16 * lane : to + UNIT_CODES;
+            if (SCALES > 0) copy_chunk_if(lane < UNIT_AREA / 16, area_to, area);
             codes += SPLITS * UNIT_CODES;
             area += SPLITS * UNIT_AREA;
             if (--left == 0) begin_round();

@@ -28,28 +28,36 @@ DEVICE u32 less_and_rest(const Scale& s) {
 }
 
 // Of a unit, loaded ahead: the first codes; of row lane % 16 the scale (two bfloat16 unless SUMS or FLOATS) and the zero
-// point, or what stands for an offset.
+// point, or what stands for an offset. TABLED, both are read from shared memory, a bfloat16 twice, by the lanes that need
+// them, which is less work than a shuffle and a permutation for each.
 struct Loaded {
+    u32 area, table;  // where they are: ONE_AREA's, TABLED's
     uint4 codes;
     u32 upper[2];
     u32 scales[WORDS], lesser[WORDS];
     Nf4 nf4;
 
     DEVICE void load(u32 slot, int lane) {
+        const u32 areas = ONE_AREA ? area : slot + UNIT_CODES;
         copies_wait<DEPTH - 2>();
         __syncwarp();
 #pragma unroll
         for (int w = 0; w < WORDS && SCALES > 0; ++w) {
             const int group = 2 * w + (SCALES > 1 ? lane / 16 : 0), row = lane % 16;
-            const Scale s = scale_at(slot + UNIT_CODES, group, row);
+            const Scale s = scale_at(areas, group, row);
             const float scale = SCALED * s.scale, top = rounded(scale);
-            const u32 zero = ZERO ? get_byte(slot + UNIT_CODES + group * AREA + 16 * SCALE_BYTES + row) : 0;
+            const u32 zero = ZERO ? get_byte(areas + group * AREA + 16 * SCALE_BYTES + row) : 0;
             scales[w] = SUMS || FLOATS ? __float_as_uint(scale) : pack_bf16(top, scale - top);
             lesser[w] = FLOATS ? __float_as_uint(plus_of(zero, scale)) : OFFSET ? less_and_rest(s) : less_of(zero);
+            if (TABLED && FLOATS) put_2(entry(group, row), scales[w], lesser[w]);
+            else if (TABLED) put_2(entry(group, row), __byte_perm(scales[w], 0, 0x1010), __byte_perm(scales[w], 0, 0x3232));
         }
+        if (TABLED || ONE_AREA) __syncwarp();  // all have put theirs; have read what is copied over
         codes = get_4(slot + lane * 16);
         load_upper(upper, slot, lane);
     }
+    // In the table, of a group and a row; the next group is 8 bytes on, of the first of two.
+    DEVICE u32 entry(int group, int row) const { return table + group / 2 * 256 + row * 16 + group % 2 * 8; }
 };
 // Whether a unit is loaded in the one before: where that takes no registers that are needed.
 constexpr bool EARLY = GROUPS < 4;
@@ -77,6 +85,7 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
     u32 less[2] = {less_of(MIDDLE), less_of(MIDDLE)}, rest[2] = {MINUS_ZERO, MINUS_ZERO};
     u32 high[2], low[2], a[2][STEPS][4], both[2][4][2];
     float next_scale[2], plus[2];
+    uint4 two[2];  // groups' entries
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
         // The registers of two turns ago have been read, and so has their x.
@@ -89,7 +98,16 @@ DEVICE void multiply(const Shared& shared, const Ring& ring, u32 before, Sums& s
         for (int s = 0; s < STEPS; ++s) {
             const int step = turn * STEPS + s, load = EIGHT ? step / 2 : step / 4;
             constexpr int SPAN = GROUP > 0 && GROUP < UNIT ? GROUP / 16 : 8;  // steps of a scale
-            if (SCALES > 0 && step % SPAN == 0) {
+            if (TABLED && step % SPAN == 0) {
+                const int group = step / SPAN;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    if (group % 2 == 0) two[r] = get_4(loaded.entry(group, lane / 4 + 8 * r));
+                    high[r] = group % 2 ? two[r].z : two[r].x;
+                    low[r] = group % 2 ? two[r].w : two[r].y;
+                    next_scale[r] = __uint_as_float(high[r]), plus[r] = __uint_as_float(low[r]);
+                }
+            } else if (SCALES > 0 && step % SPAN == 0) {
                 const int group = step / SPAN;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
