@@ -28,6 +28,7 @@ ADD, GATED = Form(residual=3), Form(gated=True)
         (72, 584, ADD, 20, ProductTiles(1, 1, 1, 48, split=2), False),  # an odd number of sixteens to share
         (40, 1152, GATED, 70, ProductTiles(2, 1, 1, 32, split=2), True),
         (96, 1800, GATED, 200, ProductTiles(2, 1, 1, 64, share=2), False),  # one warp copies both
+        (24, 520, ADD, 150, ProductTiles(3, 1, 1, 16, split=2), False),  # three warp groups
         pytest.param(16, 640, Form(), 20, ProductTiles(1, 1, 1, 16, split=2), False, marks=pytest.mark.slow),
         pytest.param(40, 520, ADD, 150, ProductTiles(2, 1, 1, 32, split=2), True, marks=pytest.mark.slow),
         # Several tiles a block.

@@ -222,7 +222,7 @@ def products(
 # ---- Tiles ----
 
 #: Rows of codes, one a token or two, of the largest steps that have tiles of their own.
-CODE_STEPS, EXACT_STEPS = (32, 64, 128, 256, 512, 768, 1024, 0), (64, 128, 256, 512)
+CODE_STEPS, EXACT_STEPS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 0), (64, 128, 256, 512)
 #: The same of weights of 16 bits: beyond, cuBLASLt is as fast. Gated, it needs a pass more: any number (0).
 DENSE_STEPS, GATED_STEPS = (32, 64, 128), (32, 64, 128, 256, 512, 640, 768, 1024, 0)
 #: Tokens of the steps that tiles of many rows are chosen for, by the largest step; 2048 are the usual chunk.
@@ -235,20 +235,21 @@ def product_tiles(n: int, k: int, x_rows: int, gated: bool, quant: str, *, exact
     As many blocks as there are multiprocessors: where rows of the weight are too few for tall tiles, blocks
     share columns. Exact e4m3 is added up in float32 every 512 columns.
     """
-    wg_m, wg_n = (1, 2) if x_rows <= 64 else (2, 1)
+    wg_m, wg_n = (1, 2) if x_rows <= 64 else (3, 1) if 128 < x_rows <= 192 and not exact else (2, 1)
     promote = 4 if exact and quant == "fp8_row" else 0
-    most = 192 if promote and wg_n == 1 else 256 // wg_n
+    most = 160 if wg_m == 3 else 192 if promote and wg_n == 1 else 256 // wg_n  # sums fit into registers
     rows_of_all = (2 * n if gated else n) * -(
         -x_rows // (64 * wg_m)
     )  # as if tiles of x lay behind each other
     # Clusters of four do not fill an H200, and those of two cost some microseconds.
-    narrow = rows_of_all < (48 if k <= 8192 else 96) * PROCESSORS
+    narrow = rows_of_all < (48 if k <= 8192 else 90) * PROCESSORS
     split = 2 if narrow and 2 * rows_of_all <= most * wg_n * PROCESSORS and k >= 8 * ROW_BYTES else 1
     if split == 2 and x_rows <= 64 and 2 * rows_of_all <= (192 if promote else 256) * PROCESSORS:
         wg_n, most = 1, 192 if promote else 256  # x is read once from shared memory
     each = -(-rows_of_all * split // (most * wg_n * PROCESSORS))  # of a block
     columns = min(most, -(-rows_of_all * split // (each * PROCESSORS * 16 * wg_n)) * 16)
-    shared = x_rows > 128 and each > 1 and columns % (32 if gated else 16) == 0
+    pairs = x_rows > 192 and -(-x_rows // 128) % 2 == 0
+    shared = pairs and each > 1 and columns % (32 if gated else 16) == 0
     return ProductTiles(wg_m, wg_n, 1, columns, split, 2 if shared else 1, promote)
 
 
