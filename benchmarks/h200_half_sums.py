@@ -1,24 +1,21 @@
-"""What sums in float16 cost where nothing is gained: kernels alone and first tokens, in float16, on an H200.
+"""What sums in float16 cost where nothing is gained: kernels alone, in float16, on an H200.
 
-    PYTHONPATH=src:. python benchmarks/h200_half_sums.py [--tokens 2048] [--layers 4]
+    PYTHONPATH=src:. python benchmarks/h200_half_sums.py [--tokens 2048]
 
 Products and attention of Llama-3.1-8B's shapes by the kernels of either way of adding, microseconds and
-TFLOP/s; then first tokens of two engines of that shape, but of few layers. ``mma.sync``: Triton's kernels as
-they are compiled for a GeForce card (PTX for sm_89), which this GPU runs too.
+TFLOP/s. ``mma.sync``: Triton's kernels as they are compiled for a GeForce card (PTX for sm_89), which this
+GPU runs too.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_steps import Driver
 from h200_kernels import DIM, HEADS, KV_HEADS, SHAPES, Bench, Variant, operand
-from random_llama import LLAMA_8B, RandomLlama
 from tests.gpu.ptx import ptx_of_all
 
 import pelton
@@ -135,39 +132,12 @@ def time_kernels(tokens: int) -> None:
         bench.workspace.close()
 
 
-def time_engines(layers: int, sizes: tuple[int, ...]) -> None:
-    checkpoint = RandomLlama(LLAMA_8B | {"num_hidden_layers": layers})
-    for accumulate in ("float32", "float16"):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "e"
-            config = pelton.BuildConfig(
-                target="cuda",
-                dtype="float16",
-                max_batch_size=8,
-                max_num_tokens=8192,
-                max_seq_len=8448,
-                accumulate=accumulate,
-            )
-            pelton.build(checkpoint, config, output=path, check=False)
-            with pelton.Session(path) as session:
-                driver = Driver(session)
-                for size in sizes:
-                    ms = driver.milliseconds(driver.batch(size, [size], -(-size // PAGE)), 5)
-                    print(
-                        f"first token, {size} in, {layers} layers, sums in {accumulate}: {ms:.2f} ms",
-                        flush=True,
-                    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=4)
-    args = parser.parse_args()
-    time_kernels(args.tokens)
-    time_engines(args.layers, (128, args.tokens))
+    time_kernels(parser.parse_args().tokens)
 
 
 if __name__ == "__main__":
