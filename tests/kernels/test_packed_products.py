@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import re
 
 import pytest
 
@@ -14,6 +15,7 @@ from pelton.kernels.linear.packed_few import FEW_STEPS, FewTiles, clusters_and_s
 from pelton.kernels.linear.packed_tiles import PACKED_STEPS, packed_tiles
 from pelton.kernels.linear.packed_wide import WIDE_STEPS, wide, wide_tiles
 from pelton.kernels.linear.products import Form
+from pelton.kernels.rope_paged_attention import hopper
 
 pytest.importorskip("triton")
 
@@ -119,6 +121,21 @@ def test_every_block_of_few_tokens_has_work_and_room(n: int, k: int, quant: str,
         assert clusters * tiles.cluster <= 132
         assert 32 * (tiles.splits * tiles.parts + 1) <= 1024
         assert k // 128 % tiles.cluster == 0
+
+
+def test_a_product_of_one_token_leaves_the_attention_behind_it_room() -> None:
+    """Beside it in a multiprocessor of 228 KiB, of which a block takes one more, and of 65536 registers."""
+    tiles = few_tiles(Form(norm=3), 6144, 4096, 1, "int4_g128")
+    assert tiles is not None
+    how = hopper.cluster(1, 8, 4, 128)
+    assert tiles.shared + hopper.shared_bytes(how, 4, 128) + (2 << 10) <= 228 << 10
+    if not nvrtc.available():
+        pytest.skip("NVRTC is not here")
+    work = few(Form(norm=3), call("int4_g128", 6144, 4096, norm=True), tiles)
+    assert isinstance(work.kernel, CudaSource)
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", compiler_log(work.kernel)))
+    of_attention = 32 * (how.warps + 1) * 128
+    assert work.kernel.threads * -(-registers // 8) * 8 + of_attention <= 65536
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,9 @@ constexpr int HALVES = GATED ? 2 : 1, EACH = PARTS * BATCH, PANELS = RESULTS / 1
 constexpr int SCALES = GROUP > 0 ? UNIT / GROUP : 0, SETS = GROUP > 0 ? SCALES : 1;  // of a unit
 constexpr bool SHIFTED = ZERO || MIDDLE || CODE == 2;  // signed bytes are taken as 128 more
 constexpr bool X_SUMS = SHIFTED || OFFSET;  // x's sums over groups have a part
-// Of the next weight every block fetches so many times 16 rows into L2, of each so many bytes at most.
-constexpr int AHEAD = 2, AHEAD_BYTES = 40 << 10;
+// Of the next weight every block fetches so many times 16 rows into L2, of each so many bytes at most: not whole panels,
+// so that the next kernel reads from L2 and from memory side by side.
+constexpr int AHEAD = 4, AHEAD_BYTES = 20 << 10;
 // While a ring is filled so many bytes are on their way: enough for the memory, and x is not behind all of the ring.
 constexpr u32 MOST_ASKED = 40 << 10;
 // Bytes of a unit; of what lies in shared memory, and where.
@@ -48,7 +49,8 @@ constexpr u32 X_SQUARES_AT = X_SUMS_AT + (X_SUMS ? OWN * SETS * TOKEN_BYTES : 0)
 constexpr u32 SQUARES_AT = X_SQUARES_AT + (NORM ? OWN * TOKEN_BYTES : 0);
 constexpr u32 SUMS_AT = SQUARES_AT + CLUSTER * TOKEN_BYTES;
 constexpr u32 SUMS_BYTES = SPLITS * EACH * HALVES * TILES * TILE_BYTES;  // of a batch
-constexpr u32 PARTS_AT = SUMS_AT + 2 * SUMS_BYTES;
+constexpr int SUMS_OF = (PANELS + WORKERS - 1) / WORKERS > EACH ? 2 : 1;  // batches that there is room for
+constexpr u32 PARTS_AT = SUMS_AT + SUMS_OF * SUMS_BYTES;
 constexpr u32 BARRIERS_AT = PARTS_AT + (CLUSTER > 1 ? CLUSTER * SLOTS * HALVES * TILES * TILE_BYTES : 0);
 static_assert(INNER % UNIT == 0 && UNITS % CLUSTER == 0 && RESULTS % 16 == 0, "whole units and panels");
 static_assert(SPLITS % GROUPS == 0 && STAGES % GROUPS == 0, "groups of as many splits and stages each");

@@ -25,6 +25,9 @@ _ACTIVATIONS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 FEW_STEPS = (1, 4, 8, 16)
 #: Bytes of shared memory of a block: no two fit into a multiprocessor, as ``hopper.py`` says.
 _SHARED = 224 << 10
+#: The same of a product of one token that attention may stand behind, whose blocks then begin beside it
+#: (``rope_paged_attention/hopper.py``): with as few warps as leave registers too. For more tokens: slower.
+_BESIDE, _BESIDE_WARPS, _BESIDE_ELEMENTS = 114 << 10, 8, 1 << 25
 _MOST_STAGES = 16
 #: Clusters of so many blocks that fit into a GPU of 132 multiprocessors, however its parts are cut.
 _CLUSTERS = {1: PROCESSORS, 2: PROCESSORS // 2, 4: 29, 8: 12}
@@ -48,11 +51,54 @@ class FewTiles:
     """Bytes of shared memory of a block: what the rest leaves is the ring's."""
 
 
+#: Splits, parts, batch, cluster, groups of products with 4-bit integers, by tokens and kind of matrix: of
+#: some hundred the fastest on an H200, alone and then in a whole step. The more blocks share the columns,
+#: the less of x is read.
+_MEASURED = {
+    (8, "normed"): (4, 4, 2, 4, 2),
+    (8, "short"): (8, 2, 2, 2, 4),
+    (16, "normed"): (4, 2, 3, 4, 4),
+    (16, "short"): (8, 1, 3, 4, 4),
+    (16, "long"): (4, 2, 3, 8, 2),
+    (16, "gated"): (4, 2, 1, 2, 1),
+}
+
+
+def _nibbles(quant: str) -> bool:
+    """Whether codes are integers of up to 4 bits."""
+    return GPU_TYPES[quant].code == "u4"
+
+
+def _kind(form: Form, units: int) -> str:
+    """As ``_MEASURED`` says it; columns are many from 64 units on."""
+    return (
+        "gated" if form.gated else "normed" if form.norm is not None else "short" if units <= 64 else "long"
+    )
+
+
+def _measured(form: Form, n: int, k: int, held: int, quant: str) -> FewTiles | None:
+    """Those of ``_MEASURED``, where nearly all warps have work in every batch and the ring turns."""
+    units, panels = k // UNIT, n // PANEL
+    found = _MEASURED.get((held, _kind(form, units)))
+    if found is None or not _nibbles(quant):
+        return None
+    splits, parts, batch, cluster, groups = found
+    own, each = units // cluster, -(-panels // _CLUSTERS[cluster])
+    turns, batches = -(-own // splits), -(-each // (parts * batch))
+    even = 8 * own >= 7 * turns * splits and 4 * each >= 3 * batches * parts * batch
+    tiles = FewTiles(held, splits, parts, batch, cluster, groups)
+    if units % cluster or not even:
+        return None
+    return tiles if clusters_and_stages(form, n, k, quant, tiles)[1] >= 2 else None
+
+
 @functools.cache
 def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles | None:
     """For ``n`` results of up to ``tokens`` tokens; from an H200 (``h200_chain.py``). None: none fit."""
     units, panels = k // UNIT, n // PANEL
     held = tokens if tokens <= 8 else 16
+    if measured := _measured(form, n, k, held, quant):
+        return measured
     sizes = [c for c in _CLUSTERS if units % c == 0]
 
     def cluster_of(enough: Callable[[int], bool], most: int = 8) -> int:
@@ -64,7 +110,7 @@ def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles |
     # many as a block's part of a narrow matrix.
     narrow = held > 8 and not form.gated and panels <= 4 * PROCESSORS
     cluster = max(
-        cluster_of(lambda c: c >= (4 if narrow else 2 if tokens > 4 else 1)),
+        cluster_of(lambda c: c >= (4 if narrow else 2 if tokens > 1 else 1)),
         cluster_of(lambda c: 2 * held * k // c <= _MUCH_X, 4),
         cluster_of(lambda c: 2 * held * k // c <= _MOST_X),
         cluster_of(lambda c: panels * 2 * c > PROCESSORS),
@@ -79,14 +125,16 @@ def few_tiles(form: Form, n: int, k: int, tokens: int, quant: str) -> FewTiles |
         else min(each, 2)
     )
     parts = 2 if own <= _WARPS and each >= 2 * batch else 1
+    beside = held == 1 and _kind(form, units) == "normed" and n * k <= _BESIDE_ELEMENTS and _nibbles(quant)
+    warps, shared = (_BESIDE_WARPS, _BESIDE) if beside else (_WARPS, _SHARED)
     # As few turns of a panel as the warps allow, which are then as few as they can be; more where rings would
     # be short.
     found = None
-    for turns in range(-(-own // (_WARPS // parts)), own + 1):
+    for turns in range(-(-own // (warps // parts)), own + 1):
         splits = -(-own // turns)
         groups = 4 if splits == _WARPS and cluster == 1 else 2 if splits > 1 else 1
         groups = 1 if narrow and own < _WARPS else groups
-        tiles = FewTiles(held, -(-splits // groups) * groups, parts, batch, cluster, groups)
+        tiles = FewTiles(held, -(-splits // groups) * groups, parts, batch, cluster, groups, shared)
         stages = clusters_and_stages(form, n, k, quant, tiles)[1]
         if stages and found is None:
             found = tiles
@@ -111,10 +159,11 @@ def clusters_and_stages(form: Form, n: int, k: int, quant: str, tiles: FewTiles)
     # x, its sums by group and of squares; sums of splits, of the cluster.
     besides = tiles.tokens * (own * UNIT * 2 + 16)
     besides += 32 * token_tiles * (own * (sets + int(form.norm is not None)) + tiles.cluster)
-    besides += 2 * 512 * token_tiles * tiles.splits * rows16
+    batches = -(-each // (tiles.parts * tiles.batch))
+    besides += min(2, batches) * 512 * token_tiles * tiles.splits * rows16
     if tiles.cluster > 1:
         besides += 512 * token_tiles * tiles.cluster * -(-each // tiles.cluster) * halves
-    turns = -(-each // (tiles.parts * tiles.batch)) * -(-own // places)
+    turns = batches * -(-own // places)
     stages = min(_MOST_STAGES, turns, (tiles.shared - besides - 16 * (_MOST_STAGES + 3)) // stage)
     return -(-panels // each), max(0, stages // tiles.groups * tiles.groups)
 
