@@ -52,7 +52,7 @@ def test_a_layer_of_eight_billions_shape(recipe: str, tmp_path: Path) -> None:
     """A decoder layer of Llama-3.1-8B's shape with 512 calibration tokens (some minutes).
 
     The layer in float32, the Gram matrices of its four inputs, and one weight more (2.13 GB); and 0.15 GB for
-    hidden states, codes, pieces of products and what the allocators keep.
+    hidden states, codes, pieces of products and what the allocators keep (measured: 2.22, 2.15, 2.15 GB).
     """
     shape = EIGHT_BILLION | {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": True}
     took = memory(tmp_path / "m", 1, recipe, shape, length=128)
