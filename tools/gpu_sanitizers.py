@@ -38,13 +38,15 @@ _CANARY, _TOO_MANY = "cuda.rms_norm", "a row too many"
 
 
 def chosen_cases(per_tactic: int) -> dict[str, list[Any]]:
-    """By tactic ``per_tactic`` telling cases of bfloat16 and of float32 (``conformance_cuda.telling``)."""
+    """By tactic ``per_tactic`` telling cases (``conformance_cuda.telling``) of bfloat16 and of float32, or of
+    float16 where a tactic takes nothing else."""
     from pelton.ir.op import all_ops
     from pelton.kernels import conformance_cuda
     from pelton.kernels.gpu.driver import Device
 
     sm, dtypes = Device().sm, ("bfloat16", "float32")
-    every = [c for op in all_ops().values() for c in conformance_cuda.cases(op, dtypes, sm=sm)]
+    every = [c for op in all_ops().values() for c in conformance_cuda.cases(op, (*dtypes, "float16"), sm=sm)]
+    every = [c for c in every if c.dtype in dtypes or c.tactic.sums == "float16"]
     found: dict[tuple[str, str], list[Any]] = {}
     for case in conformance_cuda.telling(every, per_tactic):
         found.setdefault((case.tactic.name, case.dtype), []).append(case)
@@ -195,6 +197,9 @@ def main() -> int:
     from pelton.kernels.gpu.driver import Device
 
     cases = {name: own for name, own in chosen_cases(args.cases).items() if args.only in name}
+    if not cases and args.only not in _ENGINE:
+        print(f"--only {args.only}: no tactic's name has that in it", file=sys.stderr)
+        return 2
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "kernels"
@@ -214,7 +219,7 @@ def main() -> int:
             own = [n for n in cases if tool != "racecheck" or not any(part in n for part in RACECHECK_SKIPS)]
             groups = -(-len(own) // _TOGETHER)
             work += [(tool, own[i::groups]) for i in range(groups)]  # what is slow has like names
-            if names[-1] == _ENGINE:
+            if _ENGINE in names:
                 work.append((tool, [_ENGINE]))
         rows = []
         with ThreadPoolExecutor(args.jobs) as pool:

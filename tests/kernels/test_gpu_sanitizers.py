@@ -42,11 +42,11 @@ def tool() -> Any:
     return module
 
 
-def run(tool: Any, folder: Path, canary: str, monkeypatch: pytest.MonkeyPatch) -> int:
+def run(tool: Any, folder: Path, canary: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     script = folder / "sanitizer"
     script.write_text(SANITIZER.replace("CANARY", canary))
     script.chmod(0o755)
-    monkeypatch.setattr(sys, "argv", ["gpu_sanitizers", "--sanitizer", str(script), "--jobs", "2"])
+    monkeypatch.setattr(sys, "argv", ["gpu_sanitizers", "--sanitizer", str(script), "--jobs", "2", *options])
     with (
         null_gpu(),
         mock.patch.object(cubins, "compile_kernel", paper_cubin),
@@ -77,3 +77,14 @@ def test_a_sanitizer_that_misses_a_row_too_many_is_not_believed(
 ) -> None:
     assert run(tool, tmp_path, "exit 0", monkeypatch) == 2
     assert "does not find an access beyond an allocation" in capsys.readouterr().err
+
+
+def test_a_part_of_the_tactics_may_be_asked_for(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that take float16 alone, too."""
+    assert run(tool, tmp_path, ":", monkeypatch, "--only", "cuda.linear_add.half_sums") == 0
+    assert "2 runs, 0 not clean" in capsys.readouterr().out
+    monkeypatch.setattr(tool, "chosen_cases", lambda _: {})
+    assert run(tool, tmp_path, ":", monkeypatch, "--only", "no such") == 2
+    assert "--only no such: no tactic's name" in capsys.readouterr().err
