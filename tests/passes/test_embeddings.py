@@ -31,10 +31,10 @@ HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def twin(
-    change: float = 0.0, quants: tuple[str, str] = ("float32", "float32")
+    change: float = 0.0, quants: tuple[str, str] = ("float32", "float32"), **options: Any
 ) -> tuple[Any, PassContext, Any]:
     """An untied Llama whose head is its table but for one value; a context that counts rows read."""
-    hf = zoo.llama()
+    hf = zoo.llama(**options)
     state = {name: value.clone() for name, value in hf.state_dict().items()}
     state[HEAD] = state[TABLE].clone()
     state[HEAD][40, 3] += change
@@ -61,6 +61,14 @@ def test_a_head_with_the_tables_values_is_stored_once() -> None:
     for each in (model, plain):
         nn.load_weights(each, read_from(state))
     assert torch.equal(logits(model), logits(plain))
+
+
+def test_a_network_as_wide_as_its_vocabulary_has_one_head() -> None:
+    """Its gates have the table's shape, too."""
+    hf, context, _ = twin(intermediate_size=zoo.llama().config.vocab_size)
+    model = create(hf)
+    assert share_embedding.run(model, context).changed == 1
+    assert HEAD not in nn.collect_recipes(model)
 
 
 def test_values_within_a_millionth_are_the_same() -> None:

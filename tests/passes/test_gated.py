@@ -48,6 +48,16 @@ def test_every_mlp_of_a_model_is_fused(make: Any) -> None:
     assert "gated_activation" not in ops(graph)
 
 
+def test_a_weight_that_modules_share_is_not_stacked() -> None:
+    model = create(zoo.llama())
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    second.up_proj.weight = first.up_proj.weight
+    report = by_name(run_model_passes(PASSES, model, FLOAT32))["fuse_gate_mlp"]
+    assert report.changed == model.num_layers - 1
+    assert report.skipped == (("model.layers.1.mlp", "another module has the weight of up_proj too"),)
+    nn.collect_recipes(model)
+
+
 def test_halves_in_the_other_order_are_no_match() -> None:
     assert gemm_swiglu.run(traced(gated(swap=True)), FLOAT32).matched == 0
 

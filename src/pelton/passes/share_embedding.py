@@ -24,11 +24,14 @@ CHUNK = 1 << 20
 
 
 def run(model: nn.CausalLM, context: PassContext) -> PassReport:
-    """Tie the first linear layer over the vocabulary to the embedding that has its shape."""
+    """Tie the last linear layer over the vocabulary to the embedding that has its shape.
+
+    The last, since a network may be as wide inside as its vocabulary.
+    """
     embeddings = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    for head, linear in model.named_modules():
-        if not isinstance(linear, nn.Linear) or linear.out_features != model.vocab_size:
-            continue
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    heads = [(name, m) for name, m in linears.items() if m.out_features == model.vocab_size]
+    for head, linear in heads[-1:]:
         for table, embedding in embeddings.items():
             if linear.weight is embedding.weight:
                 return PassReport(name=NAME, matched=0, changed=0)

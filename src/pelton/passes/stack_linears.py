@@ -64,6 +64,9 @@ def stack_linears(
     for name in ("weight", "bias"):
         if getattr(layers[0], name) is None:
             continue
+        shared = [part for part in parts if f"{prefix}.{part}.{name}" not in recipes]
+        if shared:  # what is shared is stored once, by its first name
+            return f"another module has the {name} of {', '.join(shared)} too"
         sources = {part: recipes[f"{prefix}.{part}.{name}"] for part in parts}
         types = {part: context.quant_of(recipe) for part, recipe in sources.items()}
         if len(set(types.values())) > 1:
