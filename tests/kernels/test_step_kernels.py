@@ -21,7 +21,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the kernels' files, which are read there."""
     copy = tmp_path / "pelton" / "kernels"
     for folder in ("stage", "sampling"):
-        shutil.copytree(step_kernels.KERNELS / folder, copy / folder)
+        shutil.copytree(step_kernels.KERNELS / folder, copy / folder, ignore=shutil.ignore_patterns("*.pyc"))
     monkeypatch.setattr(step_kernels, "KERNELS", copy)
     return copy
 
