@@ -122,6 +122,11 @@ def test_sums_in_float16_are_not_of_products_of_codes() -> None:
         ({"max_seq_len": 0}, "max_seq_len must be a whole number of at least 1, not 0"),
         ({"max_batch_size": -3}, "max_batch_size must be a whole number of at least 1, not -3"),
         ({"max_batch_size": True}, "max_batch_size must be a whole number"),
+        (
+            {"max_batch_size": 3 << 30},
+            "max_batch_size 3221225472 is beyond 1048576, the largest step; use less",
+        ),
+        ({"max_num_tokens": 1 << 21}, "max_num_tokens 2097152 is beyond 1048576, the largest step"),
         ({"max_input_len": 2048}, "max_input_len 2048 leaves no room .* use max_input_len 2047 or less"),
         ({"accumulate": "bfloat16"}, "unknown accumulate 'bfloat16'"),
         ({"accumulate": "float16"}, "accumulate float16 is for GPU engines; leave it out, or set target"),

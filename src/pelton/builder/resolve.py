@@ -28,6 +28,8 @@ MAX_SEQ_LEN = 8192
 #: By kind of device: sequences and tokens in a step.
 MAX_BATCH_SIZE = {"cpu": 8, "cuda": 256}
 MAX_NUM_TOKENS = {"cpu": 512, "cuda": 4096}
+#: Tokens, so sequences too, of the largest step: what no machine has memory for takes minutes to plan.
+LARGEST_STEP = 1 << 20
 GPU_MEMORY_FRACTION = 0.9
 BLOCK_SIZE = 16
 PROFILING = ("none", "names", "detailed")
@@ -85,6 +87,9 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     check_settings(config)
     target = values["target"] = resolve_target(values["target"], notes)
     apply_limits(values)
+    for name in ("max_batch_size", "max_num_tokens"):
+        if (values[name] or 0) > LARGEST_STEP:
+            raise ConfigError(f"{name} {values[name]} is beyond {LARGEST_STEP}, the largest step; use less")
     if values["max_batch_size"] is None:
         values["max_batch_size"] = MAX_BATCH_SIZE[device_of(target)]
     values["block_size"] = _choice("block_size", values["block_size"] or BLOCK_SIZE, BLOCK_SIZES)
