@@ -246,14 +246,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + (UNEVEN ? 128 : 32), 1) _
     const int first = rank * UNITS / CLUSTER, last = (rank + 1) * UNITS / CLUSTER;
     if (__shfl_sync(~0u, threadIdx.x / 128, 0) >= GROUPS) {
         if (UNEVEN) registers_less<FINISHERS ? 40 : 24>();
-        if (CLUSTER > 1) cluster_arrive();  // with the barriers
         if (FINISHERS && threadIdx.x >= THREADS + 32) finish_rounds(shared, o);
         if (threadIdx.x == THREADS) {
             wait_for_previous();
             copy_x(shared, &x_map, first, last);
         }
+        // Others send once the thread that made the barriers has arrived. After its copies, which others' arrivals wait for:
+        // under compute-sanitizer's racecheck an arrival waits for all.
         if (CLUSTER > 1) {
             __syncwarp();
+            cluster_arrive();
             cluster_wait();
         }
     } else {
