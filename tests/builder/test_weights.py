@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pelton.builder import eager, weights
 from pelton.builder.build import build
+from pelton.builder.quantized_view import round_in_stream
 from pelton.builder.target import block_types
 from pelton.builder.weights import WeightSpec, exact_types, pack_weight, stored_quant, write_weights
 from pelton.dtypes import NATIVE_BLOCK_TYPES
@@ -22,6 +24,7 @@ from pelton.ir.evaluate import evaluate
 from pelton.ir.recipe import AddScalar, Concat, Recipe, Rows, Scale, ScaleColumns, Source
 from pelton.ir.tensors import HostTensor, f32_to_bf16
 from pelton.kernels.layouts import LAYOUTS
+from pelton.quant.config import QuantConfig
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
 
 VALUES = np.random.default_rng(0).standard_normal((83, 256), dtype=np.float32)
@@ -137,14 +140,30 @@ def test_an_engine_of_pieces_is_checked_against_a_reference_of_pieces(
     ],
 )
 def test_what_a_target_stores(quant: str, target: str, stored: str) -> None:
-    assert stored_quant(quant, 2, "bfloat16", block_types(target)) == stored
-    assert stored_quant("float16", 1, "bfloat16", block_types(target)) == "float32"
+    assert stored_quant(quant, (64, 256), "bfloat16", block_types(target)) == stored
+    assert stored_quant("float16", (64,), "bfloat16", block_types(target)) == "float32"
 
 
 def test_a_build_in_float32_all_through_rounds_no_block_type() -> None:
     native = block_types("cpu")
-    assert stored_quant("nvfp4", 2, "float32", native, exact=True) == "float32"
-    assert stored_quant("q4_0", 2, "float32", native, exact=True) == "q4_0"
+    assert stored_quant("nvfp4", (64, 256), "float32", native, exact=True) == "float32"
+    assert stored_quant("q4_0", (64, 256), "float32", native, exact=True) == "q4_0"
     assert exact_types(BuildConfig(dtype="float32", activations="float32"))
     assert not exact_types(BuildConfig(dtype="bfloat16", activations="float32"))
     assert not exact_types(BuildConfig(dtype="float32", activations="int8"))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("quant", ["int8_row", "fp8_row", "fp8_g128", "nvfp4", "int4_g32"])
+def test_widths_that_32_does_not_divide_are_dense_on_cpus(quant: str, exact: bool, tmp_path: Path) -> None:
+    """Its kernels read 32 columns at a time; the build's own check holds the engine to the reference."""
+    base = RandomCheckpoint({**TINY_LLAMA, "hidden_size": 48, "intermediate_size": 100, "head_dim": 32})
+    view = round_in_stream(base, QuantConfig(weights=quant, overrides={"model.embed_tokens": quant}))
+    settings: dict[str, Any] = {"dtype": "float32", "activations": "float32"} if exact else {"timing": False}
+    build(view, BuildConfig(**settings), output=tmp_path / "e")
+    engine = open_engine(tmp_path / "e")
+    types = {b.name: b.quant for b in engine.plan.buffers if b.kind == "weight"}
+    dense = engine.config.build.dtype
+    assert types["model.embed_tokens.weight"] == types["model.layers.0.mlp.down_proj.weight"] == dense
+    kept = quant if quant in block_types("cpu") else dense if exact else "q8_0"
+    assert types["model.layers.0.self_attn.o_proj.weight"] == kept, "128 columns"

@@ -42,7 +42,7 @@ from pelton.engine.config import BuildConfig
 from pelton.engine.plan import Plan
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.condition import SameValues
-from pelton.ir.evaluate import TensorLike, evaluate, infer_quant
+from pelton.ir.evaluate import evaluate, infer_quant, infer_shape
 from pelton.ir.graph import Graph
 from pelton.ir.printer import condense
 from pelton.ir.recipe import Recipe
@@ -156,8 +156,9 @@ def compile_model(
         kv_scales = unmeasured_scales(model)
         key_rounding = unmeasured_rounding(model) if by_queries else {}
 
-    def stored(quant: str, dimensions: int) -> str:
-        return stored_quant(quant, dimensions, dtype, native, exact=exact_types(config))
+    def stored(recipe: Recipe) -> str:
+        quant, shape = infer_quant(recipe, infos), infer_shape(recipe, infos)
+        return stored_quant(quant, shape, dtype, native, exact=exact_types(config))
 
     def input_quants(recipe: Recipe) -> tuple[ActivationQuant | None, ...]:
         return tuple(checkpoint.activation_quant(name) for name in recipe.sources()) if on_gpu else ()
@@ -166,7 +167,7 @@ def compile_model(
         quant_of=quant_of,
         resolve=lambda recipe: resolve_sources(recipe, checkpoint.source),
         read=lambda recipe: evaluate(resolve_sources(recipe, checkpoint.source), checkpoint.read),
-        stored_quant=lambda recipe, dimensions: stored(quant_of(recipe), dimensions),
+        stored_quant=lambda recipe, _: stored(resolve_sources(recipe, checkpoint.source)),
         activations=config.activations,
         input_quants=input_quants,
         kv_scales=kv_scales or {},
@@ -207,7 +208,10 @@ def compile_model(
         )
         program = extract(graph)
         sources = _sources(graph, program, checkpoint.source)
-        quants = {root: _quant(root, source, infos, stored) for root, source in sources.items()}
+        quants = {
+            root: stored(source) if isinstance(source, Recipe) else "float32"
+            for root, source in sources.items()
+        }
     with clock("tactics"):
         selector.tactics, dropped = usable(
             program, quants, selector.tactics, config.activations, config.cpu_level, config.plugins
@@ -254,14 +258,6 @@ def _sources(graph: Graph, program: Program, source: Callable[[str], Recipe]) ->
             elif value.root.source.kind == "constant":
                 found[value.root] = graph.constants[value.root.name].float().numpy()
     return found
-
-
-def _quant(
-    root: Root, source: Source, infos: Mapping[str, TensorLike], stored: Callable[[str, int], str]
-) -> str:
-    if not isinstance(source, Recipe):
-        return "float32"
-    return stored(infer_quant(source, infos), len(root.shape))
 
 
 def _specs(plan: Plan, sources: Mapping[Root, Source]) -> list[WeightSpec]:

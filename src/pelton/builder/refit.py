@@ -278,11 +278,11 @@ def _check_quant(
     buffer: Buffer,
     recipe: Recipe,
     infos: Mapping[str, TensorInfo],
-    stored_as: Callable[[str, int], str],
+    stored_as: Callable[[str, tuple[int, ...]], str],
 ) -> None:
     """Raise ``CheckpointError`` unless what ``recipe`` gives is stored as ``buffer`` says."""
     try:
-        stored = stored_as(infer_quant(recipe, infos), len(buffer.shape))
+        stored = stored_as(infer_quant(recipe, infos), infer_shape(recipe, infos))
     except (AssertionError, CheckpointError):
         stored = "mixed"  # types that the recipe cannot put together, although the first ones could be
     if stored != buffer.quant:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pelton.builder.clock import Progress
-from pelton.dtypes import is_dense
+from pelton.dtypes import BLOCK_TYPES, is_dense
 from pelton.engine.config import BuildConfig
 from pelton.engine.shards import ShardWriter, TensorMeta
 from pelton.errors import BuildError, ConfigError
@@ -72,18 +72,23 @@ class WeightSpec:
         )
 
 
-def stored_quant(quant: str, ndim: int, dtype: str, native: Collection[str], *, exact: bool = False) -> str:
-    """Type in which an engine stores a tensor that the checkpoint holds as ``quant``.
+def stored_quant(
+    quant: str, shape: tuple[int, ...], dtype: str, native: Collection[str], *, exact: bool = False
+) -> str:
+    """Type in which an engine stores a tensor of ``shape`` that the checkpoint holds as ``quant``.
 
     ``native``: block types that the target's kernels read (``target.block_types``).
 
     Vectors (norms, biases) are float32: they are small and kernels read them as such. Dense
     matrices take the build's ``dtype``; blocks stay as they are where kernels know them or a type that is
     equal, and else become ``FALLBACK`` or, where kernels do not know that either, dense. ``exact``, of a
-    build in float32 all through: they are dense then too, since ``FALLBACK`` would round them.
+    build in float32 all through: they are dense then too, since ``FALLBACK`` would round them. So are, for
+    CPUs, blocks of rows that ``FALLBACK``'s do not divide: their kernels read 32 columns at a time.
     """
     if is_dense(quant):
-        return dtype if ndim > 1 else "float32"
+        return dtype if len(shape) > 1 else "float32"
+    if FALLBACK in native and shape[-1] % BLOCK_TYPES[FALLBACK].block_size:
+        return dtype
     if quant in native:
         return quant
     if EQUAL.get(quant) in native:
