@@ -38,21 +38,21 @@ _CANARY, _TOO_MANY = "cuda.rms_norm", "a row too many"
 
 
 def chosen_cases(per_tactic: int) -> dict[str, list[Any]]:
-    """By tactic ``per_tactic`` telling cases (``conformance_cuda.telling``) of bfloat16 and of float32, or of
+    """By tactic ``per_tactic`` telling cases (``telling_cases.telling``) of bfloat16 and of float32, or of
     float16 where a tactic takes nothing else."""
     from pelton.ir.op import all_ops
-    from pelton.kernels import conformance_cuda
+    from pelton.kernels import conformance_cuda, telling_cases
     from pelton.kernels.gpu.driver import Device
 
     sm, dtypes = Device().sm, ("bfloat16", "float32")
     every = [c for op in all_ops().values() for c in conformance_cuda.cases(op, (*dtypes, "float16"), sm=sm)]
     every = [c for c in every if c.dtype in dtypes or c.tactic.sums == "float16"]
     found: dict[tuple[str, str], list[Any]] = {}
-    for case in conformance_cuda.telling(every, per_tactic):
+    for case in telling_cases.telling(every, per_tactic):
         found.setdefault((case.tactic.name, case.dtype), []).append(case)
     chosen: dict[str, list[Any]] = {}
     for (name, _), cases in sorted(found.items()):
-        chosen.setdefault(name, []).extend(conformance_cuda.evenly(cases, per_tactic))
+        chosen.setdefault(name, []).extend(telling_cases.evenly(cases, per_tactic))
     return chosen
 
 

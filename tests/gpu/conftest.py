@@ -21,7 +21,7 @@ from pelton.builder.target import gpu_available
 from pelton.engine.config import BuildConfig
 from pelton.errors import PeltonError
 from pelton.ir.op import all_ops
-from pelton.kernels import conformance_cuda
+from pelton.kernels import conformance_cuda, telling_cases
 from pelton.kernels.gpu.driver import Device, call
 from tests.builder.paper_gpu import WithTokenizer
 from tests.builder.random_checkpoint import TINY_LLAMA, RandomCheckpoint
@@ -91,7 +91,7 @@ class Compiling:
         ops = all_ops().values() if wanted else ()
         every = [case for op in ops for case in conformance_cuda.cases(op, dtypes, sm=sm)]
         own = [case for case in every if (case.tactic.name, case.dtype) in wanted]
-        return own if samples == EVERY else conformance_cuda.telling(own, FEW)
+        return own if samples == EVERY else telling_cases.telling(own, FEW)
 
     def wait(self) -> Path:
         self._thread.join()

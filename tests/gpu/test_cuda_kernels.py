@@ -9,7 +9,7 @@ from _pytest.mark import ParameterSet
 
 from pelton.builder.cuda_conformance import DeviceRunner
 from pelton.ir.op import get_op
-from pelton.kernels import conformance_cuda
+from pelton.kernels import conformance_cuda, telling_cases
 from pelton.kernels.tactic import all_tactics
 from tests.gpu.conftest import DTYPES, EVERY, FEW, TELLING
 
@@ -39,5 +39,5 @@ def test_a_tactic_computes_what_its_reference_does(
     cases = [case for case in every if case.tactic.name == name]
     if not cases:
         pytest.skip("the tactic takes no sample of this type here")
-    for case in conformance_cuda.telling(cases, FEW) if samples == TELLING else cases:
+    for case in telling_cases.telling(cases, FEW) if samples == TELLING else cases:
         conformance_cuda.check(case, kernels)

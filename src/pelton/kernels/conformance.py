@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,8 +87,9 @@ def cases(op: Op, seed: int = 0) -> Iterator[Case]:
     """Every sample of ``op`` for every tactic that supports it, native ones at every level of this CPU."""
     tactics = [t for t in all_tactics().values() if t.op == op.name and t.device == "cpu"]
     for sample in op.samples(torch.Generator().manual_seed(seed)):
+        spec = node_spec(op, sample)
         for tactic in tactics:
-            if tactic.supports(node_spec(op, sample, tactic.precision)):
+            if tactic.supports(replace(spec, activations=tactic.precision)):
                 for level in levels_of(tactic):
                     yield Case(op, sample, tactic, level)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,8 +37,6 @@ MARGIN = 64
 _ELEMENTS = {"*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16, "*i32": torch.int32}
 _ELEMENTS["*u8"] = torch.uint8
 SENTINEL = 7.5
-#: Ops with large kernels, by parts of their names.
-_LARGE = ("linear", "attention")
 #: Operands that are weights, by parts of their names: their sizes are fixed when an engine is built.
 _FIXED = ("weight", "bias", "inv_freq", "scales", "zeros", "order", "sinks")
 
@@ -112,7 +110,11 @@ def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0, sm: int = 0) -> Iterat
                 continue
             quants = {i: quant for i, quant in sample.quant.items() if not is_dense(quant)}
             cast = _cast(op, replace(sample, quant=quants), dtype, f"{number} {sample.name}")
-            fitting = [t for t in tactics if _takes(t, op, cast) and _worth(t, quants.values(), dtype, sm)]
+            spec, asked = node_spec(op, cast), {"fp8", *(t.precision for t in tactics)}
+            specs = {activations: replace(spec, activations=activations) for activations in asked}
+            own = [t for t in tactics if t.takes(_tokens(cast)) and _worth(t, quants.values(), dtype, sm)]
+            # Of some weights tactics with exact inputs too are for builds whose larger steps round inputs.
+            fitting = [t for t in own if any(t.supports(specs[a]) for a in (t.precision, "fp8"))]
             fitting = [t for t in fitting if not _has_stand_in(t, fitting)]
             packed = {i: host_tensor(sample.args[i], quant) for i, quant in quants.items() if fitting}
             for i, weight in packed.items():
@@ -121,50 +123,6 @@ def cases(op: Op, dtypes: tuple[str, ...], seed: int = 0, sm: int = 0) -> Iterat
                 yield Case(op, cast, tactic, dtype, packed)
                 if tactic.decode is not None and _decodes(op, cast):
                     yield Case(op, cast, tactic, dtype, packed, decode=True)
-
-
-def telling(cases: Iterable[Case], most: int = 4) -> list[Case]:
-    """At most ``most`` cases of each tactic and type: the smallest of each type of weight, kind of step and
-    rounding of inputs and keys, then some of other sizes; of attention one more, so that steps of both kinds
-    are there with sinks and without. All cases of ops whose kernels are small, as those take no time to
-    compile."""
-    groups: dict[tuple[str, str], list[Case]] = {}
-    for case in cases:
-        groups.setdefault((case.tactic.name, case.dtype), []).append(case)
-    chosen = []
-    for group in groups.values():
-        if not any(part in group[0].op.name for part in _LARGE):
-            chosen += group
-            continue
-        group.sort(key=_numbers)
-        kinds: dict[tuple[object, ...], Case] = {}
-        for case in group:
-            attrs = split_arguments(case.op, case.sample.args)[1]
-            static = attrs.get("x_codes"), attrs.get("y_codes"), case.sample.args[0].dtype
-            given = _is_given(case, "k_shift"), _is_given(case, "sinks")
-            quants = sorted(w.quant for w in case.packed.values())
-            kinds.setdefault((case.decode, *static, *given, *quants), case)
-        sinks = any(_is_given(case, "sinks") for case in group)
-        own = evenly(list(kinds.values()), most + sinks)
-        names = {str(case) for case in own}
-        rest = [case for case in group[: max(most, len(group) * 3 // 4)] if str(case) not in names]
-        chosen += own + evenly(rest, most - len(own))
-    return chosen
-
-
-def _is_given(case: Case, name: str) -> bool:
-    names = (p.name for p in case.op.torch_op._schema.arguments)
-    return any(n == name and a is not None for n, a in zip(names, case.sample.args, strict=False))
-
-
-def _numbers(case: Case) -> int:
-    return sum(a.numel() for a in case.sample.args if isinstance(a, torch.Tensor))
-
-
-def evenly(cases: list[Case], count: int) -> list[Case]:
-    """``count`` of them, the first among them, evenly spaced."""
-    count = min(count, len(cases))
-    return [cases[i * len(cases) // count] for i in range(count)]
 
 
 def _is_fp8(argument: object) -> bool:
@@ -181,11 +139,8 @@ def _decodes(op: Op, sample: Sample) -> bool:
     return bool(tokens == sequences)
 
 
-def _takes(tactic: Tactic, op: Op, sample: Sample) -> bool:
-    tokens = next(a.shape[0] for a in sample.args if isinstance(a, torch.Tensor))
-    # Of some weights tactics with exact inputs too are for builds whose larger steps round inputs.
-    asked = (tactic.precision, "fp8")
-    return tactic.takes(tokens) and any(tactic.supports(node_spec(op, sample, a)) for a in asked)
+def _tokens(sample: Sample) -> int:
+    return int(next(a.shape[0] for a in sample.args if isinstance(a, torch.Tensor)))
 
 
 def _worth(tactic: Tactic, quants: Collection[str], dtype: str, sm: int) -> bool:
