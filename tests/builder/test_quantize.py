@@ -23,6 +23,7 @@ from pelton.errors import BuildError, CheckpointError, ConfigError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.blocks import dequantize
 from pelton.ir.evaluate import evaluate
+from pelton.ir.kv_quant import KVQuant
 from pelton.models.checkpoint import Checkpoint
 from pelton.quant.config import WEIGHT_TYPES, Calibration, QuantConfig
 from pelton.quant.recipes import RECIPES, with_fields
@@ -372,6 +373,45 @@ def test_calibration_text(tmp_path: Path) -> None:
         calibration_sequences(Calibration(text=str(path), length=40), base, model)
     with pytest.raises(ConfigError, match=r"calibration text .* cannot be read"):
         calibration_sequences(Calibration(text=str(tmp_path / "none.txt")), base, model)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "message"),
+    [
+        ("w8a8", "fp8_row", r"int8 activations do not go with fp8_row weights \(model\.layers\.0\.mlp\.down"),
+        ("fp8", "nf4_g64", r"fp8 activations do not go with nf4_g64 weights \(.*for nf4_g64: none"),
+        ("llm-int8", "int4_g32", r"int8_row weights \(LLM.int8\), not for int4_g32 \(model\.layers\.0\.mlp"),
+    ],
+)
+def test_overrides_that_do_not_go_with_quantised_inputs_are_refused(
+    recipe: str, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        round_in_stream(text_checkpoint(), short(recipe, overrides={"*.down_proj": override}))
+
+
+def test_only_inputs_of_decoder_layers_are_quantised(tmp_path: Path) -> None:
+    """Whether a recipe is followed layer by layer or as weights are read: the head's stays as it is."""
+    base = text_checkpoint(num_hidden_layers=1, tie_word_embeddings=False)
+    config = short("w8a8", overrides={"lm_head": "q8_0", "model.embed_tokens": "int8_row"})
+    layers = quantize(base, config, tmp_path / "p")[0]
+    for view in (layers, round_in_stream(base, config)):
+        assert view.activation_quant("model.layers.0.mlp.up_proj.weight") == config.activations
+        assert view.activation_quant("lm_head.weight") is None
+        assert view.activation_quant("model.embed_tokens.weight") is None
+
+
+def test_scales_of_kv_caches_are_not_a_checkpoints_after_scaling(tmp_path: Path) -> None:
+    """Scaling divides the rows that make values, so scales measured before are of other ones."""
+
+    class Scaled(TextCheckpoint):
+        def kv_quant(self) -> KVQuant:
+            return KVQuant("fp8", ((0.01,),), ((0.01,),))
+
+    base = Scaled({**text_checkpoint().config, "num_hidden_layers": 1})
+    assert quantize(base, short("awq-int4"), tmp_path / "a")[0].kv_quant() == KVQuant("fp8")
+    assert quantize(base, short("gptq-int4"), tmp_path / "b")[0].kv_quant() == base.kv_quant()
+    assert round_in_stream(base, short("int4")).kv_quant() == base.kv_quant()
 
 
 def test_a_model_without_a_file_is_refused(tmp_path: Path) -> None:

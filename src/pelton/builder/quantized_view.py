@@ -131,8 +131,11 @@ class QuantizedCheckpoint(Checkpoint):
         return self._activations.get(name) if name in self.changed else self.base.activation_quant(name)
 
     def kv_quant(self) -> KVQuant | None:
-        kv = self.quant_config.kv
-        return self.base.kv_quant() if kv is None else KVQuant(kv)
+        kv, own = self.quant_config.kv, self.base.kv_quant()
+        if kv is None and own is not None and self.quant_config.scaling != "none":
+            # Factors went into the rows that make values: the checkpoint's scales are of other ones.
+            return KVQuant(own.dtype)
+        return own if kv is None else KVQuant(kv)
 
     def read_notes(self) -> list[str]:
         count = sum(not is_dense(info.quant) for info in self.changed.values())
@@ -189,6 +192,8 @@ def targets(model: nn.CausalLM, config: QuantConfig) -> tuple[dict[str, Target],
         wanted = config.type_of(own, outside=not name.startswith(prefix))
         if wanted == NONE or parameter in found:
             continue
+        if name.startswith(prefix):
+            config.check_inputs(own, wanted)
         rows, columns = module.weight.shape
         quant = smaller_group(wanted, columns)
         if quant != wanted:
@@ -291,15 +296,17 @@ def planned(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoint:
 
 
 def _view(base: Checkpoint, config: QuantConfig, read: Callable[[Target], HostTensor]) -> QuantizedCheckpoint:
-    found, notes = targets(draft(base), config)
+    model = draft(base)
+    found, notes = targets(model, config)
     by_tensor = {target.place.tensor: target for target in found.values()}
-    a = config.activations
+    a, inside = config.activations, decoder_layers(model)[0] + "."
+    layers = [target for name, target in found.items() if name.startswith(inside)]
     return QuantizedCheckpoint(
         base,
         config,
         {name: tensor_info(name, t.quant, t.shape) for name, t in by_tensor.items()},
         lambda name: read(by_tensor[name]),
         transposed=[name for name, t in by_tensor.items() if t.place.transposed],
-        activations={name: a.of_columns(t.shape[1]) for name, t in by_tensor.items()} if a else None,
+        activations={t.place.tensor: a.of_columns(t.shape[1]) for t in layers} if a else None,
         notes=notes,
     )

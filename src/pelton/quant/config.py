@@ -111,6 +111,24 @@ class QuantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return NONE
         return self.weights
 
+    def check_inputs(self, module: str, weights: str) -> None:
+        """Raise ``ConfigError`` where ``module``'s inputs cannot be quantised as ``activations`` says, since
+        its weights are of type ``weights`` (an override of a layer's)."""
+        a, where = self.activations, f" ({module})" if module else ""
+        if a is None:
+            return
+        allowed = activation_types(weights)
+        if a.dtype not in allowed:
+            raise ConfigError(
+                f"{a.dtype} activations do not go with {weights} weights{where} (for {weights}: "
+                f"{', '.join(allowed) or 'none'})"
+            )
+        if a.outliers and weights != "int8_row":
+            raise ConfigError(
+                f"outliers are for dynamic int8 activations of int8_row weights (LLM.int8), not for {weights}"
+                f"{where}"
+            )
+
     def check(self) -> None:
         """Raise ``ConfigError`` for what no algorithm here does, with what they do."""
         for quant in (self.weights, *self.overrides.values()):
@@ -165,15 +183,10 @@ class QuantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if self.scaling == "smoothquant":
                 raise ConfigError("smoothquant is for quantised activations; set activations, or use awq")
             return
-        allowed = activation_types(self.weights)
-        if a.dtype not in allowed:
-            raise ConfigError(
-                f"{a.dtype} activations do not go with {self.weights} weights (for {self.weights}: "
-                f"{', '.join(allowed) or 'none'})"
-            )
+        self.check_inputs("", self.weights)
         if a.scale and a.per != "tensor":
             raise ConfigError("a static activation scale is one for the tensor: set per to tensor")
-        if a.outliers and (a.dtype != "int8" or self.weights != "int8_row" or a.scale):
+        if a.outliers and (a.dtype != "int8" or a.scale):
             raise ConfigError("outliers are for dynamic int8 activations of int8_row weights (LLM.int8)")
 
     def _check_numbers(self) -> None:
