@@ -22,6 +22,7 @@ from pelton.quant.config import QuantConfig
 from pelton.quant.recipes import RECIPES
 from pelton.serving.cli.main import run_command
 from tests.cli.text_engine import LIMITS, text_checkpoint
+from tests.serving.fake_engine import VOCAB_SIZE
 
 SHORT = ["--sequences", "4", "--length", "32"]
 CONFIG: dict[str, Any] = {**LIMITS, "timing": False}
@@ -148,6 +149,14 @@ def test_the_same_again_goes_on_where_it_was_stopped(
         ),
         (["--sweep", "--recipe", "int4,w8a8", "--ignore", "*.mpl.*"], "the pattern '*.mpl.*' fits no module"),
         (["--sweep", "--recipe", ""], "there is no recipe ''"),
+        (
+            ["--recipe", "gptq-int3", "--format", "gptq", "--override", "model.embed_tokens=int3_g32"],
+            f"model.embed_tokens is {VOCAB_SIZE} x 64, and GPTQ's layout needs whole 32-bit words",
+        ),
+        (
+            ["--recipe", "nf4", "--override", "*.down_proj=int8_row"],
+            "model.layers.0.mlp.down_proj is int8_row, and a bitsandbytes checkpoint is all nf4_g64 or",
+        ),
         ([], "--recipe NAME is missing"),
     ],
 )

@@ -12,12 +12,12 @@ from pelton.builder.evaluation import WINDOW, eager_config
 from pelton.builder.kv_calibration import see
 from pelton.builder.quantize import quantize as quantize_layers
 from pelton.builder.quantize_report import QuantizeReport
-from pelton.builder.quantized_view import QuantizedCheckpoint, draft
+from pelton.builder.quantized_view import QuantizedCheckpoint, draft, planned
 from pelton.dtypes import GGUF_BLOCK_TYPES
 from pelton.errors import ConfigError
 from pelton.ir.kv_quant import CACHE_DTYPE
 from pelton.models.checkpoint import Checkpoint, open_checkpoint
-from pelton.models.checkpoint.write import FORMATS, write_checkpoint
+from pelton.models.checkpoint.write import FORMATS, check_weights, write_checkpoint
 from pelton.quant.config import NONE, QuantConfig
 from pelton.quant.recipes import recipe
 
@@ -118,6 +118,16 @@ def quantize(
         raise ConfigError(f"{output} exists; remove it or choose another output")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {output.absolute().parent} to put {output.name} in")
+    plan = planned(opened, config)
+    check_weights(
+        opened,
+        (
+            (n.removesuffix(".weight"), i.quant, i.shape, plan.activation_quant(n))
+            for n, i in plan.changed.items()
+        ),
+        config,
+        fmt,
+    )
     partial = output.with_name(output.name + ".partial")
     view, report = quantize_layers(opened, config, partial, progress=progress)
     if progress is not None:

@@ -32,6 +32,12 @@ class Format(Protocol):
 
     name: str
 
+    def check(
+        self, module: str, quant: str, shape: tuple[int, ...], activation: ActivationQuant | None
+    ) -> None:
+        """Raise ``ConfigError`` where ``pack`` would for such a weight."""
+        ...
+
     def pack(self, module: str, tensor: HostTensor, activation: ActivationQuant | None) -> dict[str, Part]:
         """The stored tensors of a block-quantised weight, by the names after the module's."""
         ...
@@ -94,6 +100,19 @@ def write_checkpoint(
         if "lm_head.weight" not in written | set(base.tensors):
             dense.append("lm_head")  # tied to the embeddings
         write_metadata(folder, base, form.config([m for m in dense if "embed" not in m]), dtype)
+
+
+def check_weights(
+    base: Checkpoint,
+    weights: Iterable[tuple[str, str, tuple[int, ...], ActivationQuant | None]],
+    config: QuantConfig,
+    fmt: str,
+) -> None:
+    """Raise ``ConfigError`` for weights that ``write_checkpoint`` would refuse: module, type, shape (out, in)
+    and how the input is quantised, of each. No values are needed."""
+    form = _format(fmt, config, base, _dtype(base))
+    for module, quant, shape, activation in weights:
+        form.check(module, quant, shape, activation)
 
 
 def _format(fmt: str, config: QuantConfig, base: Checkpoint, dtype: str) -> Format:

@@ -26,14 +26,14 @@ class BitsAndBytes:
         self._quant = ""
         self._threshold = 6.0
 
-    def pack(self, module: str, tensor: HostTensor, activation: ActivationQuant | None) -> dict[str, Part]:
-        """The stored tensors by the names after the module's. Raises ``ConfigError`` for a type that has no
-        form here, or a second type."""
-        quant = tensor.quant
+    def check(
+        self, module: str, quant: str, shape: tuple[int, ...], activation: ActivationQuant | None
+    ) -> None:
+        """Raises ``ConfigError`` for a type that has no form here, a second type, or such inputs."""
         if quant not in ("nf4_g64", "int8_row") or self._quant not in ("", quant):
             raise ConfigError(
-                f"{module} is {quant}, and a bitsandbytes checkpoint is all nf4_g64 or all int8_row; choose "
-                "compressed-tensors"
+                f"{module} is {quant}, and a bitsandbytes checkpoint is all nf4_g64 or all int8_row; give "
+                "all modules one type, or choose compressed-tensors, which has int8_row among others"
             )
         self._quant = quant
         if quant == "int8_row":
@@ -42,6 +42,14 @@ class BitsAndBytes:
                     f"{module} is int8_row, whose inputs bitsandbytes quantises to int8 per token; choose "
                     "compressed-tensors"
                 )
+        elif activation is not None:
+            raise ConfigError("bitsandbytes has no quantised activations of nf4 weights")
+
+    def pack(self, module: str, tensor: HostTensor, activation: ActivationQuant | None) -> dict[str, Part]:
+        """The stored tensors by the names after the module's. Raises as ``check`` does."""
+        self.check(module, tensor.quant, tensor.shape, activation)
+        if tensor.quant == "int8_row":
+            assert activation is not None
             self._threshold = activation.outliers
             q, d, _ = codes(tensor)
             return {
@@ -49,8 +57,6 @@ class BitsAndBytes:
                 "SCB": Part("F32", d[:, 0] * np.float32(127)),
                 "weight_format": Part("U8", np.zeros((), np.uint8)),
             }
-        if activation is not None:
-            raise ConfigError("bitsandbytes has no quantised activations of nf4 weights")
         q, _, _ = codes(tensor)
         d, _ = scales_and_zeros(tensor)
         state = {"quant_type": "nf4", "blocksize": 64, "dtype": self._dtype, "shape": list(tensor.shape)}

@@ -27,10 +27,22 @@ class CompressedTensors:
         self._kv = kv
         self._modules: dict[str, dict[str, Any]] = {}
 
+    def check(
+        self, module: str, quant: str, shape: tuple[int, ...], activation: ActivationQuant | None
+    ) -> None:
+        """Raises ``ConfigError`` for a type or activations that have no form here."""
+        _activation(activation)
+        if not quant.startswith(("int", "fp8", "nvfp4", "mxfp4")):
+            raise ConfigError(
+                f"{module} is {quant}, which compressed-tensors does not have (it has integers, fp8, nvfp4 "
+                "and mxfp4); choose another format or type"
+            )
+
     def pack(self, module: str, tensor: HostTensor, activation: ActivationQuant | None) -> dict[str, Part]:
-        """The stored tensors by the names after the module's. Raises ``ConfigError`` for a type that has no
-        form here."""
+        """The stored tensors by the names after the module's. Raises as ``check`` does, and ``ConfigError``
+        for nvfp4 with several scales of the tensor."""
         quant = tensor.quant
+        self.check(module, quant, tensor.shape, activation)
         inputs, static = _activation(activation)
         if quant == "int8_row" and inputs is not None:
             form, weights, found = "int-quantized", {"num_bits": 8, "type": "int"}, _plain(tensor, "I8")
@@ -39,13 +51,8 @@ class CompressedTensors:
             form, (weights, found) = "pack-quantized", _packed(tensor)
         elif quant.startswith("fp8"):
             form, (weights, found) = "float-quantized", _fp8(tensor)
-        elif quant in ("nvfp4", "mxfp4"):
-            form, (weights, found) = f"{quant}-pack-quantized", _fp4(tensor)
         else:
-            raise ConfigError(
-                f"{module} is {quant}, which compressed-tensors does not have (it has integers, fp8, nvfp4 "
-                "and mxfp4); choose another format or type"
-            )
+            form, (weights, found) = f"{quant}-pack-quantized", _fp4(tensor)
         symmetry = {"symmetric": weights.pop("symmetric", True), "dynamic": False}
         self._modules[module] = {
             "weights": {**weights, **symmetry},

@@ -31,23 +31,32 @@ class GPTQ:
         self._sym, self._largest = sym, largest_group
         self._modules: dict[str, tuple[int, int]] = {}
 
-    def pack(self, module: str, tensor: HostTensor, activation: ActivationQuant | None) -> dict[str, Part]:
-        """The stored tensors by the names after the module's. Raises ``ConfigError`` for a type or
-        activations that have no form here."""
-        quant = tensor.quant
+    def check(
+        self, module: str, quant: str, shape: tuple[int, ...], activation: ActivationQuant | None
+    ) -> None:
+        """Raises ``ConfigError`` for a type, activations or a shape that have no form here."""
         if not quant.startswith("int"):
             raise ConfigError(
                 f"{module} is {quant}, and GPTQ's layout has integers only; choose compressed-tensors"
             )
         if activation is not None:
             raise ConfigError("GPTQ's layout has no quantised activations; choose compressed-tensors")
-        rows, cols = tensor.shape
-        bits = 8 if quant == "int8_row" else bits_of(quant)
-        group = cols if quant == "int8_row" else group_of(quant)
+        rows, cols = shape
+        bits = _bits(quant)
         if rows * bits % 32 or cols * bits % 32:
             raise ConfigError(
                 f"{module} is {rows} x {cols}, and GPTQ's layout needs whole 32-bit words of {bits}-bit codes"
+                "; leave it as it is (ignore), or choose compressed-tensors"
             )
+
+    def pack(self, module: str, tensor: HostTensor, activation: ActivationQuant | None) -> dict[str, Part]:
+        """The stored tensors by the names after the module's. Raises as ``check`` does, and ``ConfigError``
+        for zero points of a symmetric recipe."""
+        quant = tensor.quant
+        self.check(module, quant, tensor.shape, activation)
+        rows, cols = tensor.shape
+        bits = _bits(quant)
+        group = cols if quant == "int8_row" else group_of(quant)
         d, z = scales_and_zeros(tensor)
         if self._sym and not symmetric(tensor, z):
             raise ConfigError(f"{module} has zero points, and its recipe says symmetric")
@@ -86,3 +95,7 @@ class GPTQ:
             "lm_head": "lm_head" in self._modules,
         }
         return {**config, "dynamic": dynamic} if dynamic else config
+
+
+def _bits(quant: str) -> int:
+    return 8 if quant == "int8_row" else bits_of(quant)
