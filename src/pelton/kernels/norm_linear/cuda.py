@@ -7,7 +7,8 @@ from pelton.kernels.linear.hopper_products import dense_tactics, product_tactics
 from pelton.kernels.linear.packed import packed_tactics
 from pelton.kernels.linear.packed_few import few_tactics
 from pelton.kernels.linear.packed_wide import wide_tactics
-from pelton.kernels.linear.products import Form, tactics
+from pelton.kernels.linear.product_tactics import tactics
+from pelton.kernels.linear.products import Form
 from pelton.kernels.linear.rows8 import rows8_tactics
 
 FORM = Form(norm=3)
