@@ -15,6 +15,7 @@ from pelton.serving.async_llm import AsyncLLM
 from pelton.serving.server.app import create_app
 from pelton.serving.server.launch import KEEP_ALIVE, bind
 from pelton.serving.server.settings import ServerSettings
+from tests.serving.held import held_by
 
 
 class RunningServer:
@@ -56,6 +57,14 @@ class RunningServer:
         await serving
         await self.llm.close()
         bound.close()
+
+    def held(self) -> list[str]:
+        """``held_by`` of this server, from any thread."""
+
+        async def ask() -> list[str]:
+            return held_by(self._server)
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(timeout=60)
 
     def __enter__(self) -> RunningServer:
         self._thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -17,6 +19,7 @@ import pytest
 
 from tests.serving.fake_engine import SESSION
 from tests.serving.running_server import RunningServer
+from tests.serving.scripted_server import ScriptedServer
 
 CLIENTS = 200
 
@@ -76,11 +79,19 @@ async def one_stream(
         await asyncio.wait_for(read(), PATIENCE)
 
 
+def crowd_client(url: str) -> httpx.AsyncClient:
+    """The client that a crowd shares.
+
+    Its idle connections do not expire: httpcore forgets those that it closes as expired while the request
+    that made it look is cancelled, and they stay open until the garbage collector finds them."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
+    return httpx.AsyncClient(base_url=url, limits=limits, timeout=PATIENCE)
+
+
 async def crowd(url: str, seconds: float, max_tokens: int, clients: int = CLIENTS) -> Counter[str]:
     """``clients`` of them, each sending one request after another for ``seconds``."""
     seen: Counter[str] = Counter()
     end = time.monotonic() + seconds
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
     async def client(number: int) -> None:
         rng = random.Random(number)
@@ -88,7 +99,7 @@ async def crowd(url: str, seconds: float, max_tokens: int, clients: int = CLIENT
         while time.monotonic() < end:
             await one_stream(http, rng, max_tokens, seen)
 
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=PATIENCE) as http:
+    async with crowd_client(url) as http:
         await asyncio.gather(*(client(i) for i in range(clients)))
     return seen
 
@@ -100,9 +111,9 @@ def open_connections(process: psutil.Process, url: str) -> list[str]:
     connections = process.net_connections(kind="inet")
     clients = {c.laddr.port for c in connections if c.raddr and c.raddr.port == port}
     ours = [c for c in connections if c.laddr.port == port and c.status != psutil.CONN_LISTEN]
+    side = {True: "is open", False: "is gone"}
     return [
-        f"{c.status}, the client's {'is open' if c.raddr and c.raddr.port in clients else 'is gone'}"
-        for c in ours
+        f"{c.raddr}: {c.status}, the client's {side[bool(c.raddr) and c.raddr.port in clients]}" for c in ours
     ]
 
 
@@ -131,8 +142,11 @@ def check_crowd(server: RunningServer, seconds: float, max_tokens: int) -> None:
             and not server.llm._client._mailboxes  # type: ignore[attr-defined]
         )
 
-    assert settled(at_rest), (seen, server.llm.in_flight, server.llm.stats())
-    assert settled(lambda: not open_connections(here, server.url)), open_connections(here, server.url)
+    assert settled(at_rest), (seen, server.llm.in_flight, server.llm.stats(), server.held())
+    assert settled(lambda: not open_connections(here, server.url)), (
+        open_connections(here, server.url),
+        server.held(),
+    )
     # This process is the clients' and pytest's too, whose few files come and go; a leak of ours would be
     # one a request or one a client.
     assert settled(lambda: here.num_fds() < files + CLIENTS / 10), (files, here.num_fds())
@@ -145,6 +159,31 @@ def check_crowd(server: RunningServer, seconds: float, max_tokens: int) -> None:
     )
     assert response.json()["usage"]["completion_tokens"] == 3
     assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_a_crowds_client_closes_what_it_opened(fake_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is left after a crowd is then the server's."""
+
+    async def main() -> None:
+        async with ScriptedServer(fake_engine) as server:
+            for turns in range(12):
+                async with crowd_client(server.url) as http:
+                    await asyncio.gather(*(http.get("/ready") for _ in range(4)))
+                    in_an_hour = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
+                    with monkeypatch.context() as later:
+                        later.setattr("httpcore._async.http11.time", in_an_hour)
+                        request = asyncio.create_task(http.get("/ready"))
+                        for _ in range(turns):
+                            await asyncio.sleep(0)
+                        request.cancel()
+                        await asyncio.wait([request])
+                await server.empty()
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
