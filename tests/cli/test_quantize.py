@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.numpy import save_file
 
 from pelton.builder.build import build
 from pelton.builder.gate import QualityGate
+from pelton.builder.quantize_state import alone_in
 from pelton.builder.refit import refit
 from pelton.builder.write_quantized import format_for
 from pelton.engine.artifact import open_engine
@@ -103,6 +106,31 @@ def test_the_same_again_goes_on_where_it_was_stopped(
         "small  gptq int4_g128 symmetric, 4." in said
         and "calibrated on 128 tokens, compressed-tensors" in said
     )
+
+
+def test_two_at_once_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second leaves the first one's layers alone; when it is gone, it goes on."""
+    source, partial = folder(tmp_path / "model"), tmp_path / "small.partial"
+    command = ["quantize", str(source), "--recipe", "int4", "-o", str(tmp_path / "small")]
+    with alone_in(partial):
+        assert run_command(command) == 2
+        assert f"another process is quantising in {partial}; wait for it" in capsys.readouterr().err
+        assert not any(partial.iterdir())
+    assert run_command(command) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "small"]
+
+
+def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    source = folder(tmp_path / "model")
+    for name in (f".small.writing-{ended.pid}-0", f".e.quantising-{ended.pid}-0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / f".small.writing-{os.getpid()}-0").mkdir()
+    assert run_command(["quantize", str(source), "--recipe", "int4", "-o", str(tmp_path / "small")]) == 0
+    build(source, BuildConfig(**CONFIG, quant="gptq-int4"), output=tmp_path / "e")
+    found = sorted(p.name for p in tmp_path.iterdir())
+    assert found == [f".small.writing-{os.getpid()}-0", "e", "model", "small"], "one that works is left"
 
 
 @pytest.mark.parametrize(

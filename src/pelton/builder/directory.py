@@ -6,13 +6,13 @@ import ctypes
 import errno
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pelton.engine.artifact import is_engine
 from pelton.engine.resources import human_bytes
+from pelton.engine.temporary import folder_beside
 from pelton.errors import ConfigError
 
 _AT_FDCWD = -100
@@ -58,14 +58,10 @@ def engine_directory(output: Path) -> Iterator[Path]:
     Raises ``ConfigError`` when the disk is full.
     """
     output = output.absolute()
-    for stale in output.parent.glob(f".{output.name}.building-*"):
-        if not _alive(stale):
-            shutil.rmtree(stale, ignore_errors=True)
-    temporary = output.parent / f".{output.name}.building-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    temporary.mkdir()
     try:
-        yield temporary
-        _replace(temporary, output)
+        with folder_beside(output, "building") as temporary:
+            yield temporary
+            _replace(temporary, output)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -73,8 +69,6 @@ def engine_directory(output: Path) -> Iterator[Path]:
             f"the disk of {output.parent} is full, so the engine is not built; "
             "free some or choose another output"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _replace(new: Path, output: Path) -> None:
@@ -96,17 +90,3 @@ def _exchange(a: Path, b: Path) -> bool:
         return False
     code: int = renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
     return code == 0
-
-
-def _alive(temporary: Path) -> bool:
-    """Whether the process that made this temporary directory still runs."""
-    pid = temporary.name.rpartition("building-")[2].partition("-")[0]
-    try:
-        os.kill(int(pid), 0)
-    except ValueError:
-        return False
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,38 @@ class QuantizeState:
 
     def _path(self, index: int) -> Path:
         return self.folder / f"layer-{index:04}.npz"
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Holds ``folder``, made where it is not there, against other processes that quantise into it; empty, it
+    goes again.
+
+    Raises ``ConfigError`` where one does, ``CheckpointError`` where it cannot be written.
+    """
+    import fcntl
+
+    try:
+        folder.mkdir(exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _not_written(folder, error) from error
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process is quantising in {folder}; wait for it, or choose another output"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                folder.rmdir()  # where it is empty
+    finally:
+        os.close(held)
 
 
 def _not_written(path: Path, error: OSError) -> CheckpointError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from pelton.builder.clock import Progress
 from pelton.builder.quantize import quantize
 from pelton.builder.quantize_prepare import prepare
 from pelton.builder.quantized_view import planned, round_in_stream
+from pelton.engine.temporary import folder_beside
 from pelton.models.checkpoint import Checkpoint
 from pelton.quant.recipes import recipe
 
@@ -53,6 +53,5 @@ def quantized_input(
     elif not config.calibrated:
         yield round_in_stream(checkpoint, config)
     else:
-        parent = output.absolute().parent
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}.quantising-", dir=parent) as folder:
-            yield quantize(checkpoint, config, Path(folder) / "layers", progress=progress)[0]
+        with folder_beside(output, "quantising") as folder:
+            yield quantize(checkpoint, config, folder / "layers", progress=progress)[0]

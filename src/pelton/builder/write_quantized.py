@@ -12,6 +12,7 @@ from pelton.builder.evaluation import WINDOW, eager_config
 from pelton.builder.kv_calibration import see
 from pelton.builder.quantize import quantize as quantize_layers
 from pelton.builder.quantize_report import QuantizeReport
+from pelton.builder.quantize_state import alone_in
 from pelton.builder.quantized_view import QuantizedCheckpoint, draft, planned
 from pelton.dtypes import GGUF_BLOCK_TYPES
 from pelton.errors import ConfigError
@@ -129,17 +130,18 @@ def quantize(
         fmt,
     )
     partial = output.with_name(output.name + ".partial")
-    view, report = quantize_layers(opened, config, partial, progress=progress)
-    if progress is not None:
-        progress("write", 0, 0)
-    write_checkpoint(
-        output,
-        opened,
-        ((name, view.read(name)) for name in view.changed),
-        config,
-        fmt,
-        activation_of=view.activation_quant,
-        kv_scales=_kv_scales(view, config),
-    )
-    shutil.rmtree(partial)
+    with alone_in(partial):
+        view, report = quantize_layers(opened, config, partial, progress=progress)
+        if progress is not None:
+            progress("write", 0, 0)
+        write_checkpoint(
+            output,
+            opened,
+            ((name, view.read(name)) for name in view.changed),
+            config,
+            fmt,
+            activation_of=view.activation_quant,
+            kv_scales=_kv_scales(view, config),
+        )
+        shutil.rmtree(partial)
     return report

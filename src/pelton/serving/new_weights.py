@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pelton.engine.artifact import Engine, open_engine
+from pelton.engine.temporary import alive
 from pelton.engine.user_cache import cache_dir, local_path
 from pelton.errors import ConfigError
 from pelton.serving.engine_cache import classify, download
@@ -91,15 +92,5 @@ def _remove_stale(parent: Path) -> None:
     """Folders of processes that were killed."""
     for folder in parent.iterdir():
         pid = folder.name.partition("-")[0]
-        if pid.isdigit() and not _alive(int(pid)):
+        if pid.isdigit() and not alive(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pelton.engine.temporary import folder_beside
 from pelton.errors import CheckpointError
 from pelton.models.checkpoint.base import Checkpoint
 from pelton.models.checkpoint.hf import HFCheckpoint
@@ -37,20 +37,14 @@ def checkpoint_folder(output: Path) -> Iterator[Path]:
     output = output.absolute()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise CheckpointError(f"{output} exists; remove it or choose another output")
-    folder = output.parent / f".{output.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
-        folder.mkdir()
+        with folder_beside(output, "writing") as folder:
+            yield folder
+            if output.exists():
+                output.rmdir()
+            folder.rename(output)
     except OSError as error:
-        raise CheckpointError(f"cannot write {output}: {error.strerror}") from error
-    try:
-        yield folder
-        if output.exists():
-            output.rmdir()
-        folder.rename(output)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {output}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(f"cannot write {output}: {error.strerror or error}") from error
 
 
 def write_metadata(folder: Path, base: Checkpoint, quantization: Mapping[str, Any], dtype: str) -> None:
