@@ -218,7 +218,28 @@ def test_spaces_that_end_a_context_belong_to_the_continuation(
     assert a == b
 
 
+def test_many_questions_are_answered_as_each_alone(
+    source: Path, tmp_path: Path, harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "_AT_ONCE", 3)
+    engine = build_text_engine(tmp_path / "e", open_checkpoint(source), kv_dtype="float32", timing=False)
+    lm = harness.PeltonLM(str(engine))
+    texts = ["The sky", "is blue " * 30, "", "a", "today and " * 9, "no", "more"]
+    pairs = [request(text, " and so on") for text in texts]
+    for found, pair in zip(lm.loglikelihood(pairs), pairs, strict=True):
+        assert found == pytest.approx(lm.loglikelihood([pair])[0], rel=1e-5)
+    whole = [request(text) for text in texts]
+    assert lm.loglikelihood_rolling(whole) == pytest.approx(
+        [lm.loglikelihood_rolling([text])[0] for text in whole], rel=1e-5
+    )
+    asked = [request(text or "x", {"max_gen_toks": n}) for n, text in enumerate(texts, 1)]
+    assert lm.generate_until(asked) == [lm.generate_until([one])[0] for one in asked]
+    lm.close()
+
+
 def test_without_the_harness_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("lm_eval.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "pelton.serving.lm_eval", raising=False)
     with pytest.raises(MissingDependencyError, match=r"pip install 'pelton\[eval\]'"):

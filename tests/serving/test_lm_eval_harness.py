@@ -6,6 +6,7 @@ Skipped without ``lm_eval`` and ``datasets``.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("datasets")
 pytest.importorskip("tenacity", reason="lm_eval[api]")
 
+from pelton.serving.cli.main import run_command  # noqa: E402
 from tests.cli.text_engine import build_text_engine  # noqa: E402
 from tests.serving.running_server import RunningServer  # noqa: E402
 
@@ -83,7 +85,7 @@ def test_the_adapter_and_the_server_answer_alike(tasks: Any, tmp_path: Path) -> 
     engine = build_text_engine(tmp_path / "e", timing=False, max_num_tokens=64)
     adapter = PeltonLM(str(engine))
     ours = answers(tasks, adapter)
-    adapter._llm.close()
+    adapter.close()
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_bytes((engine / "tokenizer" / "tokenizer.json").read_bytes())
@@ -103,3 +105,39 @@ def test_the_adapter_and_the_server_answer_alike(tasks: Any, tmp_path: Path) -> 
             ]
             assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
             assert all(number < 0 for number in numbers[0])
+
+
+def test_the_command_scores_tasks_by_name_and_by_file(
+    tasks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: tasks)
+    engine = str(build_text_engine(tmp_path / "e", timing=False, max_num_tokens=64))
+    names = f"choices,{tmp_path / 'tasks' / 'texts.yaml'},ans*"
+    assert run_command(["eval", engine, "--tasks", names, "--limit", "2", "--save", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    scores = {(s["task"], s["metric"]): s for s in found["scores"]}
+    assert set(scores) == {
+        ("choices", "acc"), ("choices", "acc_norm"), ("texts", "word_perplexity"), ("answers", "exact_match")
+    }  # fmt: skip
+    assert all(s["documents"] == 2 for s in scores.values())
+    assert scores["choices", "acc"]["value"] in (0.0, 0.5, 1.0) and "stderr" in scores["choices", "acc"]
+    assert (
+        scores["texts", "word_perplexity"]["value"] > 100
+        and "stderr" not in scores["texts", "word_perplexity"]
+    )
+    assert run_command(["inspect", engine]) == 0
+    assert re.search(r"choices: acc +\d\.\d{4} ± 0\.\d{4} \(0 shots, 2 documents\)", capsys.readouterr().out)
+
+
+def test_the_command_says_which_task_has_no_data(
+    tasks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: tasks)
+    (tmp_path / "documents.jsonl").unlink()
+    engine = str(build_text_engine(tmp_path / "e", timing=False))
+    assert run_command(["eval", engine, "--tasks", "choices", "-q"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("pelton: the harness cannot load task choices: FileNotFoundError: ")
+    assert "documents.jsonl" in said and "Traceback" not in said
+    assert run_command(["eval", engine, "--tasks", "choicse"]) == 2
+    assert "did you mean choices?" in capsys.readouterr().err

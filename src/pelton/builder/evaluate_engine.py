@@ -5,8 +5,6 @@ The other is an engine, or a checkpoint: then its own model in float32, on its d
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +12,6 @@ from typing import Any
 
 import msgspec
 
-from pelton.builder.directory import engine_directory
-from pelton.builder.engine_files import write_json
 from pelton.builder.evaluation import (
     WINDOW,
     Run,
@@ -27,11 +23,11 @@ from pelton.builder.evaluation import (
     windows,
 )
 from pelton.builder.report import Evaluation
+from pelton.builder.report_file import keep_quality
 from pelton.builder.text import BUILT_IN, built_in, encode
-from pelton.engine.artifact import FileEntry, file_sha256, is_engine, open_engine
+from pelton.engine.artifact import is_engine, open_engine
 from pelton.engine.config import EngineConfig
 from pelton.engine.session import Session
-from pelton.engine.trust import is_trusted, remember
 from pelton.errors import ConfigError
 from pelton.models.checkpoint import open_checkpoint
 
@@ -175,7 +171,6 @@ def keep(engine: Path, result: TextResult) -> None:
     if result.kl_mean is None or result.kl_max is None or result.top1_agreement is None:
         raise ConfigError("only a comparison is kept in an engine's report; say against what")
     assert result.perplexity_against is not None
-    opened = open_engine(engine)
     evaluation = Evaluation(
         text=result.text,
         tokens=result.tokens,
@@ -186,30 +181,4 @@ def keep(engine: Path, result: TextResult) -> None:
         perplexity_unquantised=result.perplexity_against,
         gate="",
     )
-    report: dict[str, Any] = dict(opened.report())
-    report["quality"] = {**(report.get("quality") or {}), "evaluation": msgspec.to_builtins(evaluation)}
-    trusted = is_trusted(opened)
-    path = opened.path.resolve()
-    with engine_directory(path) as folder:
-        entries = []
-        for entry in opened.manifest.files:
-            target = folder / entry.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if entry.path == "report.json":
-                write_json(target, report)
-                entry = FileEntry(path=entry.path, nbytes=target.stat().st_size, sha256=file_sha256(target))
-            else:
-                _link(path / entry.path, target)
-            entries.append(entry)
-        manifest = msgspec.structs.replace(opened.manifest, files=tuple(entries))
-        write_json(folder / "manifest.json", manifest)
-    if trusted:
-        remember(open_engine(path))
-
-
-def _link(source: Path, target: Path) -> None:
-    """The same file under another name, or a copy where that cannot be."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+    keep_quality(engine, evaluation=msgspec.to_builtins(evaluation))

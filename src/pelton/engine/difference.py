@@ -65,7 +65,17 @@ def quality_facts(report: Mapping[str, Any]) -> dict[str, Any]:
     facts = dict(report.get("quality") or {})
     evaluation = facts.pop("evaluation", None) or {}
     facts |= {f"on text: {name}": value for name, value in evaluation.items()}
+    for score in facts.pop("tasks", None) or ():
+        facts[f"{score['task']}: {score['metric']}"] = _score(score)
     return {name: value for name, value in facts.items() if value not in (None, "")}
+
+
+def _score(score: Mapping[str, Any]) -> str:
+    """Of a task of lm-evaluation-harness."""
+    value, stderr = score.get("value"), score.get("stderr")
+    shown = "not a number" if value is None else f"{value:.4f}"
+    error = "" if stderr is None else f" ± {stderr:.4f}"
+    return f"{shown}{error} ({score['shots']} shots, {score['documents']} documents)"
 
 
 def _check_one_model(a: Engine, b: Engine) -> None:

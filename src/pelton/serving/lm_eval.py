@@ -5,25 +5,31 @@
 
     lm_eval.simple_evaluate(PeltonLM("model.engine"), tasks=["arc_easy"])
 
-A running ``pelton serve`` answers the harness too, as its model ``local-completions``.
+``pelton eval model.engine --tasks arc_easy`` does so (``harness.py``). A running ``pelton serve`` answers the
+harness too, as its model ``local-completions``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pelton.errors import MissingDependencyError
+from pelton.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
+    from pelton.runtime.request import RequestOutput, SamplingParams
     from pelton.serving.llm import LLM
 
 try:
     from lm_eval.api.model import LM
+    from tqdm import tqdm
 except ImportError as missing:
     raise MissingDependencyError(
         "evaluating with the harness needs lm_eval: pip install 'pelton[eval]'"
     ) from missing
+
+#: Requests handed to the model together.
+_AT_ONCE = 256
 
 
 class PeltonLM(LM):  # type: ignore[misc]
@@ -35,9 +41,13 @@ class PeltonLM(LM):  # type: ignore[misc]
 
         self._llm: LLM = LLM(model, **options)
 
+    def close(self) -> None:
+        """Free the model; idempotent."""
+        self._llm.close()
+
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Of (context, continuation): its log-likelihood, and whether it is what greedy decoding gives."""
-        answers = []
+        asked = []
         for context, continuation in (r.args for r in requests):
             # The harness's rule: spaces at the end of a context belong to the continuation.
             given = context.rstrip()
@@ -45,41 +55,51 @@ class PeltonLM(LM):  # type: ignore[misc]
             first = len(self._encode(given)) if given else 0
             if first == 0:
                 whole, first = [self._beginning(), *self._plain(context + continuation)], 1
-            answers.append(self._score(whole, first))
-        return answers
+            asked.append((whole, first))
+        return self._score(asked)
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Of whole texts: each token given those before it, in windows of the engine's length."""
         limit = self._limit()
-        totals = []
-        for (text,) in (r.args for r in requests):
+        windows, owners = [], []
+        for owner, (text,) in enumerate(r.args for r in requests):
             tokens = [self._beginning(), *self._plain(text)]
-            total, done = 0.0, 1
+            done = 1
             while done < len(tokens):
                 stop = min(len(tokens), done + limit - 1)
                 # The first window has no more before it; later ones see as much as fits.
                 start = max(0, stop - limit)
-                total += self._score(tokens[start:stop], done - start)[0]
+                windows.append((tokens[start:stop], done - start))
+                owners.append(owner)
                 done = stop
-            totals.append(total)
+        totals = [0.0] * len(requests)
+        for owner, (total, _) in zip(owners, self._score(windows), strict=True):
+            totals[owner] += total
         return totals
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Continuations of (context, settings)."""
-        answers = []
+        """Continuations of (context, settings). Raises ``ConfigError`` where one is longer than the engine's
+        prompts."""
+        limit = self._limit()
+        prompts, params = [], []
         for context, settings in (r.args for r in requests):
             stop = settings.get("until") or []
             most = int(settings.get("max_gen_toks", 256))
-            tokens = self._encode(context)[-(self._limit() - most) :]
+            if most >= limit:
+                raise ConfigError(
+                    f"a task asks for answers of {most} tokens, and the engine takes prompts of at most "
+                    f"{limit}; build it with a larger --max-seq-len"
+                )
+            prompts.append(self._encode(context)[-(limit - most) :])
             sampled = settings.get("do_sample", False)
-            params = self._llm.sampling_params(
-                temperature=float(settings.get("temperature", 1.0)) if sampled else 0.0,
-                max_tokens=most,
-                stop=tuple([stop] if isinstance(stop, str) else stop),
+            params.append(
+                self._llm.sampling_params(
+                    temperature=float(settings.get("temperature", 1.0)) if sampled else 0.0,
+                    max_tokens=most,
+                    stop=tuple([stop] if isinstance(stop, str) else stop),
+                )
             )
-            (output,) = self._llm.generate([tokens], params)
-            answers.append(output.outputs[0].text)
-        return answers
+        return [output.outputs[0].text for output in self._outputs(prompts, params, "answers")]
 
     def _encode(self, text: str) -> list[int]:
         """With what the model expects before a text."""
@@ -98,13 +118,28 @@ class PeltonLM(LM):  # type: ignore[misc]
         assert limit
         return limit
 
-    def _score(self, tokens: list[int], first: int) -> tuple[float, bool]:
-        """Of ``tokens[first:]`` given those before; the end of what is longer than the engine's sequences."""
-        cut = max(0, len(tokens) - self._limit())
-        tokens, first = tokens[cut:], max(1, first - cut)
-        params = self._llm.sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-        (output,) = self._llm.generate([tokens], params)
-        assert output.prompt_logprobs is not None
-        scored = output.prompt_logprobs[first:]
-        total = sum(entry.logprobs[0] for entry in scored if entry is not None)
-        return total, all(entry is not None and entry.rank == 1 for entry in scored)
+    def _score(self, asked: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Of (tokens, first): of ``tokens[first:]`` given those before; of what is longer than the engine's
+        prompts the end."""
+        limit = self._limit()
+        cuts = [max(0, len(tokens) - limit) for tokens, _ in asked]
+        prompts = [tokens[cut:] for (tokens, _), cut in zip(asked, cuts, strict=True)]
+        params = [self._llm.sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=1)] * len(prompts)
+        outputs = self._outputs(prompts, params, "log-likelihoods")
+        answers = []
+        for output, (_, first), cut in zip(outputs, asked, cuts, strict=True):
+            assert output.prompt_logprobs is not None
+            scored = output.prompt_logprobs[max(1, first - cut) :]
+            total = sum(entry.logprobs[0] for entry in scored if entry is not None)
+            answers.append((total, all(entry is not None and entry.rank == 1 for entry in scored)))
+        return answers
+
+    def _outputs(
+        self, prompts: list[list[int]], params: list[SamplingParams], what: str
+    ) -> Iterator[RequestOutput]:
+        """In order. Many at once, so that they share steps; not all, for each token's entry takes memory."""
+        with tqdm(total=len(prompts), desc=what) as bar:
+            for i in range(0, len(prompts), _AT_ONCE):
+                outputs = self._llm.generate(prompts[i : i + _AT_ONCE], params[i : i + _AT_ONCE])
+                bar.update(len(outputs))
+                yield from outputs

@@ -43,7 +43,7 @@ COMMANDS = {
     "refit": ("pelton.serving.cli.refit", "Put new weights into an engine, without a rebuild."),
     "strip": ("pelton.serving.cli.refit", "Write an engine without its weights."),
     "diff": ("pelton.serving.cli.diff", "Show what tells two engines apart."),
-    "eval": ("pelton.serving.cli.eval", "Measure perplexity, and the distance from another model."),
+    "eval": ("pelton.serving.cli.eval", "Measure perplexity, distance from another model, benchmarks."),
     "profile": ("pelton.serving.cli.profile", "Time an engine by op and layer, beside the machine's limits."),
     "debug": ("pelton.serving.cli.debug", "Look at tensors; find the op that departs from a reference."),
     "bench": ("pelton.serving.cli.bench", "Measure decode, prefill and start-up of a model."),
