@@ -28,12 +28,12 @@ ways = pytest.mark.parametrize("way", get_args(Way))
 
 
 @contextlib.asynccontextmanager
-async def answering(server: ScriptedServer) -> AsyncIterator[None]:
-    """Every turn of the loop a token for each request, which ends with its eighth."""
+async def answering(server: ScriptedServer, last: int | None = 8) -> AsyncIterator[None]:
+    """Every turn of the loop a token for each request, which ends with its ``last`` one."""
 
     async def give() -> None:
         while True:
-            server.executor.give("a", last=8)
+            server.executor.give("a", last=last)
             await asyncio.sleep(0)
 
     giving = asyncio.create_task(give())
@@ -161,17 +161,68 @@ def test_a_client_may_go_that_does_not_read(fake_engine: Path, way: Way) -> None
     asyncio.run(main())
 
 
-async def answer(server: ScriptedServer, client: RawClient) -> None:
-    """Give the only request its only token and wait until ``client`` has it."""
+@pytest.mark.parametrize("half_closed", [False, True])
+def test_a_client_that_stops_reading_keeps_no_request(
+    fake_engine: Path, monkeypatch: pytest.MonkeyPatch, half_closed: bool
+) -> None:
+    monkeypatch.setattr("pelton.serving.server.responses.STALLED", 0.05)
+
+    async def main() -> None:
+        async with ScriptedServer(fake_engine, send_buffer=4096) as server:
+            client = RawClient(server, receive_buffer=4096)
+            client.send(STREAM)
+            await server.until(lambda: server.executor.mailboxes)
+            await fill(server)
+            if half_closed:
+                client.leave("half-close")
+            requests = server.uvicorn.server_state.tasks
+            async with answering(server, last=None):  # the system may find room for a little more
+                await server.until(lambda: not requests and not server.llm.in_flight)
+            assert server.executor.aborted == 1
+            # Its connection ends when what was written is read: cut short, as nothing else can say it.
+            await server.until(lambda: not (client.receive() and server.left()))
+            assert b"aaa" in client.received
+            assert b"[DONE]" not in client.received
+            client.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_waits_for_tokens_has_not_stopped_reading(
+    fake_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pelton.serving.server.responses.STALLED", 0.01)
+
+    async def main() -> None:
+        async with ScriptedServer(fake_engine) as server:
+            client = RawClient(server)
+            client.send(STREAM)
+            await server.until(lambda: server.executor.mailboxes)
+            for _ in range(3):
+                await asyncio.sleep(0.05)
+                server.executor.give("a")
+            await asyncio.sleep(0.05)
+            await answer(server, client, last=4)
+            client.close()
+            await server.empty()
+
+    asyncio.run(main())
+
+
+async def answer(server: ScriptedServer, client: RawClient, last: int = 1) -> None:
+    """Give the only request its ``last`` token and wait until ``client`` has it."""
     await server.until(lambda: server.executor.mailboxes)
-    server.executor.give("a", last=1)
+    server.executor.give("a", last=last)
     await server.until(lambda: b"[DONE]" in client.receive())
 
 
 async def fill(server: ScriptedServer) -> None:
     """Give tokens until the server waits for room to write into."""
-    while not any(c.flow.write_paused for c in server.uvicorn.server_state.connections):
-        server.executor.give("a" * 1000)
+    connections = server.uvicorn.server_state.connections
+    for connection in connections:
+        connection.transport.set_write_buffer_limits(1000)
+    while not any(connection.flow.write_paused for connection in connections):
+        server.executor.give("a" * 200)
         await asyncio.sleep(0)
 
 

@@ -20,6 +20,10 @@ from pelton.serving.server.errors import ClientGoneError, error_object, log
 
 T = TypeVar("T")
 
+#: Seconds, up to twice that, after which a client that is there and takes nothing of its stream counts as
+#: gone. Its request would keep its place among those in flight, whose number is limited.
+STALLED = 60.0
+
 
 def json_response(body: Any, *, headers: dict[str, str] | None = None) -> Response:
     """``body`` (builtins or msgspec structs) as JSON."""
@@ -78,7 +82,8 @@ class EventStream(Response):
     """Server-sent events from ``events`` (each a JSON value), ended by ``[DONE]``.
 
     ``close`` is called however the response ends, also when it never began: it aborts the requests. An
-    error on the way is sent as an event of OpenAI's error shape."""
+    error on the way is sent as an event of OpenAI's error shape. When a client stops reading for ``STALLED``
+    seconds the response ends; the connection stays until the client or the network ends it (ASGI cannot)."""
 
     media_type = "text/event-stream"
 
@@ -92,15 +97,22 @@ class EventStream(Response):
         self.close = close
         self.status_code = 200
         self.background = None
+        self._sends = 0  # begun and ended, so that it is odd while one waits
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(self._disconnected(receive))
         try:
-            await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
+            stalled = False
+            while not (sender.done() or gone.done() or stalled):
+                sends = self._sends
+                await asyncio.wait((sender, gone), timeout=STALLED, return_when=asyncio.FIRST_COMPLETED)
+                stalled = sends % 2 == 1 and sends == self._sends
             if sender.done():
                 sender.result()
+            elif stalled and not gone.done():
+                log.warning("a client has taken nothing of its stream for %.0f s: its request ends", STALLED)
         finally:
             for future in (sender, gone):
                 future.cancel()
@@ -112,7 +124,9 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
         async def event(data: bytes, more: bool = True) -> None:
+            self._sends += 1
             await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
+            self._sends += 1
 
         try:
             async for value in self.events:
