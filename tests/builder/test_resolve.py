@@ -319,3 +319,9 @@ def test_values_of_other_types_are_refused(name: str, value: Any) -> None:
 def test_a_share_of_memory_is_above_0_and_at_most_1(share: float, target: str) -> None:
     with pytest.raises(ConfigError, match="gpu_memory_fraction must be above 0 and at most 1, not "):
         resolve(BuildConfig(target=target, gpu_memory_fraction=share), facts())
+
+
+@pytest.mark.parametrize(("target", "idle"), [("cpu", True), ("sm_90", False)])
+def test_a_share_of_memory_that_changes_nothing_is_said(target: str, idle: bool) -> None:
+    notes = resolve(BuildConfig(target=target, gpu_memory_fraction=0.5), facts())[1]
+    assert idle == ("gpu_memory_fraction is for GPU engines, and has no effect on a CPU" in notes)

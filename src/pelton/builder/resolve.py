@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pelton.builder.profiles import apply_limits, resolve_profiles
-from pelton.builder.target import device_of, resolve_target, sm_of
+from pelton.builder.target import CPU, device_of, resolve_target, sm_of
 from pelton.dtypes import KV_CODES, is_dense
 from pelton.engine.config import BuildConfig
 from pelton.engine.config_check import check_settings
@@ -100,6 +100,8 @@ def resolve(config: BuildConfig, facts: CheckpointFacts) -> tuple[BuildConfig, l
     _resolve_threads(values, notes)
     if values["gpu_memory_fraction"] is None:
         values["gpu_memory_fraction"] = GPU_MEMORY_FRACTION
+    elif target == CPU:
+        notes.append("gpu_memory_fraction is for GPU engines, and has no effect on a CPU")
     _resolve_deterministic(values)
     _resolve_accumulate(values, notes)
     _resolve_fast_build(values, notes)
