@@ -24,6 +24,7 @@ from pelton.models.checkpoint import open_checkpoint
 from pelton.serving.cli.main import run_command
 from tests.cli.test_quantize import folder
 from tests.cli.text_engine import LIMITS, build_text_engine, text_checkpoint
+from tests.serving.fake_engine import TEMPLATE
 
 Capture = pytest.CaptureFixture[str]
 
@@ -235,6 +236,27 @@ def test_many_questions_are_answered_as_each_alone(
     asked = [request(text or "x", {"max_gen_toks": n}) for n, text in enumerate(texts, 1)]
     assert lm.generate_until(asked) == [lm.generate_until([one])[0] for one in asked]
     lm.close()
+
+
+def test_a_conversation_is_put_as_chat_puts_it(tmp_path: Path, harness: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    engine = build_text_engine(tmp_path / "e", timing=False)
+    (engine / "tokenizer" / "chat_template.jinja").write_text("{{ bos_token }}" + TEMPLATE)
+    lm = harness.PeltonLM(str(engine))
+    tokenizer = lm._llm.tokenizer
+    begin = TemplateProcessing("<s> $A", None, [("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend.post_processor = begin
+    history = [{"role": "user", "content": "Hi"}]
+    text = lm.apply_chat_template(history)
+    (answer,) = lm.generate_until([request(text, {"max_gen_toks": 5})])
+    params = lm._llm.sampling_params(temperature=0.0, max_tokens=5)
+    (expected,) = lm._llm.chat(history, params)
+    assert answer == expected.outputs[0].text
+    assert lm._encode(text) == list(expected.prompt_token_ids), "its beginning once"
+    assert lm._encode("Hi")[0] == tokenizer.bos_token_id
+    opened = lm.apply_chat_template([*history, {"role": "assistant", "content": "Well"}], False)
+    assert opened.endswith("assistant\nWell")
 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from pelton.models.checkpoint import open_checkpoint
 from pelton.serving.cli.main import run_command
 from tests.cli.test_quantize import folder
 from tests.cli.text_engine import build_text_engine
+from tests.serving.fake_engine import TEMPLATE
 
 Capture = pytest.CaptureFixture[str]
 DOCS = [("The sky is", " blue"), ("Two and two are", " four"), ("Water is", " wet")]
@@ -56,10 +57,11 @@ class Manager:
 
 
 def simple_evaluate(
-    lm: Any, *, tasks: list[Any], num_fewshot: int | None, limit: int | None, **_: Any
+    lm: Any, *, tasks: list[Any], num_fewshot: int | None, limit: int | None, **rest: Any
 ) -> Any:
     """Likelihoods of the answers, in the form of the harness's results."""
     print("bootstrapping for stddev")
+    assert lm.tokenizer_name
     names = [n for t in tasks for n in (t.child_names if isinstance(t, Group) else [t.task_name])]
     results: dict[str, Any] = {}
     for name in names:
@@ -67,7 +69,9 @@ def simple_evaluate(
             raise ImportError("No module named 'judge'")
         if name == "stories":
             lm.generate_until([types.SimpleNamespace(args=("Once", {"max_gen_toks": 4000}))])
-        asked = [types.SimpleNamespace(args=doc) for doc in DOCS[:limit]]
+        asked = [
+            types.SimpleNamespace(args=(_ask(lm, text, **rest), answer)) for text, answer in DOCS[:limit]
+        ]
         likelihood = sum(total for total, _ in lm.loglikelihood(asked)) / len(asked)
         results[name] = {"alias": name, "sample_len": len(asked), "acc,none": 0.5, "acc_stderr,none": 0.25}
         results[name] |= {"likelihood,strict": likelihood, "likelihood_stderr,strict": "N/A", "name": name}
@@ -79,6 +83,10 @@ def simple_evaluate(
         "group_subtasks": groups,
         "n-shot": dict.fromkeys(results, num_fewshot or 0),
     }
+
+
+def _ask(lm: Any, text: str, *, apply_chat_template: bool, **_: Any) -> str:
+    return str(lm.apply_chat_template([{"role": "user", "content": text}])) if apply_chat_template else text
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +192,26 @@ def test_scores_are_kept_where_inspect_and_diff_show_them(
     assert not any("against" in score for score in kept)
 
 
+def test_questions_go_through_the_chat_template_where_asked(
+    engine: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    command = ["--tasks", "sayings", "-q", "--save"]
+    assert run_command(["eval", str(engine), *command, "--apply-chat-template"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+    chatting = shutil.copytree(engine, tmp_path / "chatting.engine")
+    values = []
+    for flags in ([], ["--apply-chat-template"]):
+        # --save keeps what the manifest lists, and that is not of this.
+        (chatting / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+        assert run_command(["eval", str(chatting), *command, *flags, "--json"]) == 0
+        scores = json.loads(capsys.readouterr().out)["scores"]
+        assert [s.get("chat", False) for s in scores] == [bool(flags)] * 2
+        values.append(scores[1]["value"])
+    assert values[0] != values[1]
+    assert run_command(["inspect", str(chatting)]) == 0
+    assert "(0 shots, 3 documents, chat template)" in capsys.readouterr().out
+
+
 def test_a_score_that_is_no_number_is_shown(engine: Path, tmp_path: Path, capsys: Capture) -> None:
     engine = shutil.copytree(engine, tmp_path / "kept.engine")
     score = {"task": "sayings", "metric": "acc", "value": float("nan"), "shots": 0, "documents": 1}
@@ -209,6 +237,7 @@ def test_a_checkpoint_is_built_with_the_build_flags(
     [
         ("--limit 3", "--limit is of tasks; add --tasks NAMES"),
         ("--num-fewshot 0", "--num-fewshot is of tasks"),
+        ("--apply-chat-template", "--apply-chat-template is of tasks"),
         ("--tasks sayings --text prose.txt", "--text is of reading text"),
         ("--tasks sayings --tokens 80", "--tokens is of reading text"),
         ("--tasks sayings --window 8", "--window is of reading text"),

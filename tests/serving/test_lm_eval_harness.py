@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ pytest.importorskip("datasets")
 pytest.importorskip("tenacity", reason="lm_eval[api]")
 
 from pelton.serving.cli.main import run_command  # noqa: E402
-from tests.cli.text_engine import build_text_engine  # noqa: E402
+from tests.cli.text_engine import build_text_engine, text_checkpoint  # noqa: E402
+from tests.serving.fake_engine import TEMPLATE  # noqa: E402
 from tests.serving.running_server import RunningServer  # noqa: E402
 
 DOCS = [
@@ -60,19 +62,19 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     folder = tmp_path / "tasks"
     folder.mkdir()
     for name, fields in TASKS.items():
-        task = {"task": name, "dataset_path": "json", "test_split": "test", **fields}
+        task = {"task": name, "dataset_path": "json", "test_split": "test", "fewshot_split": "test", **fields}
         task["dataset_kwargs"] = {"data_files": {"test": str(documents)}}
         # JSON is YAML.
         (folder / f"{name}.yaml").write_text(json.dumps(task))
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
-def answers(tasks: Any, model: Any, **arguments: Any) -> dict[str, Any]:
+def answers(tasks: Any, model: Any, names: Sequence[str] = tuple(TASKS), **arguments: Any) -> dict[str, Any]:
     """What the harness got for each document of each task."""
     found = lm_eval.simple_evaluate(
-        model, tasks=list(TASKS), task_manager=tasks, bootstrap_iters=0, log_samples=True, **arguments
+        model, tasks=list(names), task_manager=tasks, bootstrap_iters=0, log_samples=True, **arguments
     )
-    assert set(found["results"]) == set(TASKS)
+    assert set(found["results"]) == set(names)
     return {
         name: [sample["filtered_resps"] for sample in sorted(samples, key=lambda s: s["doc_id"])]
         for name, samples in found["samples"].items()
@@ -105,6 +107,22 @@ def test_the_adapter_and_the_server_answer_alike(tasks: Any, tmp_path: Path) -> 
             ]
             assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
             assert all(number < 0 for number in numbers[0])
+
+
+def test_chats_are_answered_alike(tasks: Any, tmp_path: Path) -> None:
+    from pelton.serving.lm_eval import PeltonLM
+
+    checkpoint = text_checkpoint(max_position_embeddings=512)
+    engine = build_text_engine(tmp_path / "e", checkpoint, timing=False, max_num_tokens=64)
+    (engine / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    adapter = PeltonLM(str(engine))
+    arguments = {"names": ["answers"], "apply_chat_template": True, "num_fewshot": 1}
+    ours = answers(tasks, adapter, **arguments)
+    adapter.close()
+    with RunningServer(engine) as server:
+        address = f"base_url={server.url}/v1/chat/completions,model=test-model"
+        theirs = answers(tasks, "local-chat-completions", model_args=address, **arguments)
+    assert ours == theirs and len(ours["answers"]) == len(DOCS)
 
 
 def test_the_command_scores_tasks_by_name_and_by_file(

@@ -75,7 +75,8 @@ def _score(score: Mapping[str, Any]) -> str:
     value, stderr = score.get("value"), score.get("stderr")
     shown = "not a number" if value is None else f"{value:.4f}"
     error = "" if stderr is None else f" ± {stderr:.4f}"
-    return f"{shown}{error} ({score['shots']} shots, {score['documents']} documents)"
+    chat = ", chat template" if score.get("chat") else ""
+    return f"{shown}{error} ({score['shots']} shots, {score['documents']} documents{chat})"
 
 
 def _check_one_model(a: Engine, b: Engine) -> None:

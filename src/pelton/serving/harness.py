@@ -33,6 +33,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shots: int
     """Examples before a question. A task that says 0 itself keeps it."""
     documents: int
+    chat: bool = False
+    """Whether questions were put through the model's chat template."""
     against: float | None = None
     """The other engine's value."""
     against_stderr: float | None = None
@@ -52,7 +54,8 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def title(self) -> str:
         """Of the table."""
         first = f", the first {self.limit} documents of each task" if self.limit is not None else ""
-        return f"{self.engine} on tasks of lm_eval {self.harness}{first}"
+        chat = ", through the chat template" if any(s.chat for s in self.scores) else ""
+        return f"{self.engine} on tasks of lm_eval {self.harness}{first}{chat}"
 
     def header(self) -> tuple[str, ...]:
         """Of the table's columns."""
@@ -99,12 +102,19 @@ class Tasks:
             raise ConfigError(f"the harness cannot run these tasks together: {_reason(error)}") from error
 
     def score(
-        self, engine: Path, *, shots: int | None = None, limit: int | None = None, trust: bool = False
+        self,
+        engine: Path,
+        *,
+        shots: int | None = None,
+        limit: int | None = None,
+        chat: bool = False,
+        trust: bool = False,
     ) -> tuple[Score, ...]:
         """What ``engine`` scores, groups before their tasks.
 
         ``shots``: examples before a question, where the task does not say 0 itself (None: what it says);
-        ``limit``: documents of each task at most. Raises ``PeltonError`` where the harness fails.
+        ``limit``: documents of each task at most; ``chat``: through the model's chat template.
+        Raises ``PeltonError`` where the harness fails.
         """
         from lm_eval import simple_evaluate
 
@@ -116,6 +126,7 @@ class Tasks:
                     tasks=list(self._tasks),
                     num_fewshot=shots,
                     limit=limit,
+                    apply_chat_template=chat,
                     task_manager=self._manager,
                     log_samples=False,
                 )
@@ -127,7 +138,7 @@ class Tasks:
             raise PeltonError(f"the harness failed: {_reason(error)} (PELTON_DEBUG=1 shows where)") from error
         finally:
             lm.close()
-        return _scores(found)
+        return _scores(found, chat)
 
     def _matching(self, name: str) -> list[str]:
         if found := self._manager.match_tasks([name]):
@@ -185,7 +196,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _scores(found: Any) -> tuple[Score, ...]:
+def _scores(found: Any, chat: bool) -> tuple[Score, ...]:
     """From the harness's table, whose keys are ``METRIC,FILTER`` and ``METRIC_stderr,FILTER``."""
     results = found["results"]
     groups = [name for name in reversed(list(results)) if name in found.get("group_subtasks", {})]
@@ -205,6 +216,7 @@ def _scores(found: Any) -> tuple[Score, ...]:
                     stderr=float(stderr) if isinstance(stderr, Real) else None,
                     shots=int(found["n-shot"].get(name, 0)),
                     documents=int(values["sample_len"]),
+                    chat=chat,
                 )
             )
     return tuple(scores)

@@ -18,6 +18,7 @@ from pelton.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
     from pelton.runtime.request import RequestOutput, SamplingParams
+    from pelton.serving.front_end import ChatMessage
     from pelton.serving.llm import LLM
 
 try:
@@ -101,9 +102,22 @@ class PeltonLM(LM):  # type: ignore[misc]
             )
         return [output.outputs[0].text for output in self._outputs(prompts, params, "answers")]
 
+    def apply_chat_template(
+        self, chat_history: Sequence[ChatMessage], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, without ``add_generation_prompt`` open at its end."""
+        return self._llm._front.render_chat(chat_history, continue_final_message=not add_generation_prompt)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness files texts under."""
+        return self._llm.model_id
+
     def _encode(self, text: str) -> list[int]:
-        """With what the model expects before a text."""
-        return list(self._llm.tokenizer.encode(text))
+        """With what the model expects before a text, unless (the harness's rule) a chat template wrote it."""
+        begin = self._llm.tokenizer.special.bos_token
+        begun = bool(begin) and text.startswith(str(begin))
+        return list(self._llm.tokenizer.encode(text, add_special_tokens=not begun))
 
     def _plain(self, text: str) -> list[int]:
         return list(self._llm.tokenizer.encode(text, add_special_tokens=False))

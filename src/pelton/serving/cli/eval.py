@@ -48,6 +48,7 @@ tags, patterns, YAML files. Two engines then stand side by side with --against."
 )
 @click.option("--num-fewshot", type=int, metavar="N", help="Solved examples before each question of --tasks.")
 @click.option("--limit", type=int, metavar="N", help="Documents of each of --tasks (all).")
+@click.option("--apply-chat-template", "chat", is_flag=True, help="Ask as the model's chat template does.")
 @click.option("--save", is_flag=True, help="Keep the result in the engine's report.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the result only.")
@@ -62,6 +63,7 @@ def eval(
     tasks: str | None,
     num_fewshot: int | None,
     limit: int | None,
+    chat: bool,
     save: bool,
     as_json: bool,
     quiet: bool,
@@ -72,10 +74,10 @@ def eval(
     from pelton.serving.engine_cache import classify, download, local_path
 
     of_text = {"--text": text, "--tokens": tokens, "--window": window}
-    of_tasks = {"--num-fewshot": num_fewshot, "--limit": limit}
+    of_tasks = {"--num-fewshot": num_fewshot, "--limit": limit, "--apply-chat-template": chat or None}
     if tasks is not None:
         _refuse(of_text, "is of reading text, and tasks have their own; leave it or --tasks out")
-        _eval_tasks(model, tasks, num_fewshot, limit, against, save, as_json, quiet, trust, config)
+        _eval_tasks(model, tasks, num_fewshot, limit, chat, against, save, as_json, quiet, trust, config)
         return
     _refuse(of_tasks, "is of tasks; add --tasks NAMES")
     try:
@@ -116,6 +118,7 @@ def _eval_tasks(
     tasks: str,
     shots: int | None,
     limit: int | None,
+    chat: bool,
     against: str | None,
     save: bool,
     as_json: bool,
@@ -143,9 +146,9 @@ def _eval_tasks(
     with build_progress(quiet or as_json) as progress:
         engine = _resolve(model, config, progress, quiet).engine
     with _chatter(quiet or as_json):
-        scores = asked.score(engine, shots=shots, limit=limit, trust=trust)
+        scores = asked.score(engine, shots=shots, limit=limit, chat=chat, trust=trust)
         if against is not None:
-            other = asked.score(local_path(against), shots=shots, limit=limit, trust=trust)
+            other = asked.score(local_path(against), shots=shots, limit=limit, chat=chat, trust=trust)
             scores = beside(scores, other)
     found = TaskScores(
         engine=engine.name,
