@@ -132,3 +132,55 @@ def test_calibration_is_needed_where_activations_matter() -> None:
 )
 def test_groups_that_do_not_fit_get_smaller(quant: str, columns: int, expected: str) -> None:
     assert smaller_group(quant, columns) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": 4}, "^weights must be text, not 4$"),
+        ({"rounding": "GPTQ"}, "^rounding must be 'nearest' or 'gptq', not 'GPTQ'$"),
+        ({"kv": "int4"}, "^kv must be 'int8' or 'fp8' or None, not 'int4'$"),
+        ({"symmetric": None}, "^symmetric must be True or False, not None$"),
+        ({"alpha": True, "scaling": "awq"}, "^alpha must be a number or None, not True$"),
+        ({"ignore": "*.q_proj"}, "^ignore must be a tuple of texts, not"),
+        ({"overrides": {"*.q_proj": 4}}, "^overrides must be a dict of texts, not"),
+        ({"calibration": {"sequences": 4}}, "^calibration must be of type Calibration, not"),
+        (
+            {"calibration": Calibration(sequences=2.5)},
+            "^calibration.sequences must be a whole number, not 2.5$",
+        ),  # type: ignore[arg-type]
+        ({"activations": "int8"}, "^activations must be of type ActivationQuant or None, not 'int8'$"),
+        (
+            {"activations": ActivationQuant("int8", "row")},
+            "^activations.per must be 'token' or 'tensor', not",
+        ),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_values_of_other_types_are_refused_by_their_field(fields: dict[str, object], message: str) -> None:
+    """Structs check nothing when they are made, and users make them."""
+    with pytest.raises(ConfigError, match=message):
+        QuantConfig(**fields).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        ActivationQuant("int8", group=-3),
+        ActivationQuant("int8", outliers=-1.0),
+        ActivationQuant("int8", outliers=float("nan")),
+        ActivationQuant("int8", "tensor", scale=float("inf")),
+        ActivationQuant("int8", "tensor", group=32),
+    ],
+    ids=str,
+)
+def test_quantised_inputs_that_cannot_be(quant: ActivationQuant) -> None:
+    with pytest.raises(
+        ConfigError, match=r"activations have a finite scale|a group of columns is of a token's"
+    ):
+        QuantConfig(weights="int8_row", activations=quant).check()
+
+
+def test_more_calibration_than_anyone_means() -> None:
+    with pytest.raises(ConfigError, match="sequences of calibration are beyond 100000; use less"):
+        QuantConfig(rounding="gptq", calibration=Calibration(sequences=10**12)).check()

@@ -112,6 +112,8 @@ def quantize(
     it goes on there. Raises ``ConfigError``, ``CheckpointError`` and ``BuildError`` as ``quantize`` does.
     """
     config = recipe(config) if isinstance(config, str) else config
+    if not isinstance(config, QuantConfig):
+        raise ConfigError(f"what to quantise to is a recipe's name or a QuantConfig, not {config!r}")
     config.check()
     fmt, output = format_for(config, fmt), Path(output)
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)

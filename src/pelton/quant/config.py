@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -19,7 +20,10 @@ from pelton.errors import ConfigError
 from pelton.ir.activation_quant import ActivationQuant
 from pelton.ir.block_encoder import ENCODED
 from pelton.ir.group_blocks import bits_of
+from pelton.quant.config_types import check_types
 
+#: Of calibration text: beyond it is a slip, which should not end as a lack of memory.
+MOST_SEQUENCES = 100_000
 #: Says that a module keeps its values.
 NONE = "none"
 
@@ -131,6 +135,7 @@ class QuantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def check(self) -> None:
         """Raise ``ConfigError`` for what no algorithm here does, with what they do."""
+        check_types(self)
         for quant in (self.weights, *self.overrides.values()):
             if quant == NONE and quant != self.weights:
                 continue
@@ -186,6 +191,13 @@ class QuantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         self.check_inputs("", self.weights)
         if a.scale and a.per != "tensor":
             raise ConfigError("a static activation scale is one for the tensor: set per to tensor")
+        if not (math.isfinite(a.scale) and 0 <= a.outliers < math.inf and a.group >= 0):
+            raise ConfigError(
+                "activations have a finite scale, finite outliers and a group of at least 0, not "
+                f"{a.scale}, {a.outliers}, {a.group}"
+            )
+        if a.group and a.per != "token":
+            raise ConfigError("a group of columns is of a token's activations: set per to token")
         if a.outliers and (a.dtype != "int8" or a.scale):
             raise ConfigError("outliers are for dynamic int8 activations of int8_row weights (LLM.int8)")
 
@@ -201,6 +213,8 @@ class QuantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 f"calibration needs a sequence of at least 2 tokens, not {c.sequences} of {c.length}"
             )
+        if c.sequences > MOST_SEQUENCES:
+            raise ConfigError(f"{c.sequences} sequences of calibration are beyond {MOST_SEQUENCES}; use less")
 
 
 _DEFAULTS = dict(zip(QuantConfig.__struct_fields__, QuantConfig.__struct_defaults__, strict=True))
