@@ -144,6 +144,17 @@ def test_what_is_refused(engine: Path, arguments: list[str], message: str, capsy
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "value"), [("block_size", 16), ("max_seq_len", 40)])
+def test_engines_of_other_lengths_are_named_with_both(
+    name: str, value: int, source: Path, engine: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    settings: dict[str, Any] = {name: value}
+    other = build_text_engine(tmp_path / "other", open_checkpoint(source), timing=False, **settings)
+    assert run_command(["eval", str(engine), "--tokens", "90", "--against", str(other), "-q"]) == 2
+    own = getattr(open_engine(engine).config.build, name)
+    assert f"other has {name} {value}, and model {own}; build one with" in capsys.readouterr().err
+
+
 def test_a_checkpoint_is_built_and_compared_with_itself(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -139,12 +139,17 @@ def _other(path: Path, config: EngineConfig, window: int, trust: bool) -> Iterat
     if is_engine(path):
         other = open_engine(path).config
         _check_vocabulary(path, other.model.vocab_size, config)
-        if (other.build.block_size, len(other.model.kv_groups)) != (
-            config.build.block_size,
-            len(config.model.kv_groups),
-        ) or other.build.max_seq_len != config.build.max_seq_len:
+        for name in ("block_size", "max_seq_len"):
+            its, own = getattr(other.build, name), getattr(config.build, name)
+            if its != own:
+                raise ConfigError(
+                    f"{path} has {name} {its}, and {config.model.name} {own}; build one with the other's"
+                )
+        its, own = len(other.model.kv_groups), len(config.model.kv_groups)
+        if its != own:
             raise ConfigError(
-                f"{path} has another block_size or max_seq_len; build one of them again with the other's"
+                f"{path} has {its} kinds of attention windows, and {config.model.name} {own}: they cannot be "
+                "given the same steps"
             )
         with _session(path, other, window, trust) as run:
             yield run, other
