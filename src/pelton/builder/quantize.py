@@ -47,6 +47,7 @@ from pelton.models.checkpoint import Checkpoint, assert_finite
 from pelton.quant import awq, smoothquant
 from pelton.quant.config import QuantConfig, describe, is_integer_group
 from pelton.quant.gptq import gptq
+from pelton.quant.nvfp4 import headers
 from pelton.quant.statistics import Float32, InputStatistics, relative_errors
 
 #: Largest relative change of a layer's outputs by folding factors, which changes no function.
@@ -170,6 +171,8 @@ class _Quantizer:
         tensors: dict[str, HostTensor] = {}
         activations: dict[str, ActivationQuant] = {}
         rows = []
+        kept = {n: t for n in linears if (t := self._target(index, n)) is not None and t.quant == "nvfp4"}
+        rows_of = headers({t.place.module: layer.get_submodule(n).weight.numpy() for n, t in kept.items()})
         clips = clippable(layer) if config.clip else frozenset()
         for linear in linears:
             target = self._target(index, linear)
@@ -177,7 +180,8 @@ class _Quantizer:
             seen = statistics.pop(linear, None)
             if target is not None:
                 module, clip = layer.get_submodule(linear), linear in clips
-                row = self._linear(module, target, seen, tensors, activations, clip=clip)
+                header = rows_of.get(target.place.module)
+                row = self._linear(module, target, seen, tensors, activations, clip=clip, header=header)
                 rows.append(msgspec.structs.replace(row, alpha=alphas.get(linear)))
                 changed.discard(f"{linear}.weight")
                 if before is not None:
@@ -203,11 +207,12 @@ class _Quantizer:
         activations: dict[str, ActivationQuant],
         *,
         clip: bool,
+        header: Float32 | None,
     ) -> LinearReport:
         """Choose the codes of a linear layer's weight: what is kept of it, and its report."""
         weight, name = module.weight.numpy(), target.place.tensor
         with naming(name):
-            tensors[name] = tensor = self._round(weight, target.quant, seen, clip=clip)
+            tensors[name] = tensor = self._round(weight, target.quant, seen, header, clip=clip)
         if self._config.activations is not None:
             tops = np.zeros(1, np.float32) if seen is None else seen.abs_max
             of_input = self._config.activations.of_columns(weight.shape[1])
@@ -264,7 +269,7 @@ class _Quantizer:
             for name, target in kept:
                 parts = row_parts(layer.get_submodule(name).weight.numpy(), target.quant, self._config)
                 weights += parts
-                rounders += [partial(self._values, quant=target.quant)] * len(parts)
+                rounders += [partial(plain_values, quant=target.quant, config=self._config)] * len(parts)
             seen = statistics[group.linears[0]]
             with naming(" or ".join(t.place.tensor for _, t in kept)):
                 s, alpha = self._factors(weights, seen, rounders, group)
@@ -294,10 +299,9 @@ class _Quantizer:
         of_input = config.activations.of_columns(weights[0].shape[1])
         return smoothquant.search_scales(weights, seen, rounders, of_input, config.alpha, group.agreeing)
 
-    def _values(self, weight: Float32, quant: str) -> Float32:
-        return plain_values(weight, quant, self._config)
-
-    def _round(self, weight: Float32, quant: str, seen: InputStatistics | None, *, clip: bool) -> HostTensor:
+    def _round(
+        self, weight: Float32, quant: str, seen: InputStatistics | None, header: Float32 | None, *, clip: bool
+    ) -> HostTensor:
         config = self._config
         if seen is not None and config.rounding == "gptq":
             return gptq(
@@ -308,10 +312,11 @@ class _Quantizer:
                 per_tensor=config.per_tensor and quant.endswith("_row"),
                 act_order=config.act_order,
                 damping=config.damping,
+                row=header,
             )
         if seen is not None and clip and is_integer_group(quant):
             return awq.clipped_nearest(weight, seen.gram, quant, symmetric=config.symmetric)
-        return plain_weight(weight, quant, config)
+        return plain_weight(weight, quant, config, header)
 
     # ---- Running ----
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from pelton.models.checkpoint import Checkpoint, TensorInfo, assert_finite
 from pelton.models.registry import ARCHITECTURES, architecture_of, create_model, is_known
 from pelton.quant.config import NONE, QuantConfig, describe, smaller_group
 from pelton.quant.nf4 import nf4_double
+from pelton.quant.nvfp4 import shared_row, stack_of, top_of
 from pelton.quant.qserve import progressive_tensor
 from pelton.quant.rounding import nearest_values, round_nearest
 from pelton.quant.statistics import Float32
@@ -238,14 +239,14 @@ def naming(tensor: str) -> Iterator[None]:
         ) from error
 
 
-def plain_weight(weight: Float32, quant: str, config: QuantConfig) -> HostTensor:
-    """``weight`` rounded to nearest as ``config`` says, without any statistics."""
+def plain_weight(weight: Float32, quant: str, config: QuantConfig, row: Float32 | None = None) -> HostTensor:
+    """``weight`` rounded to nearest as ``config`` says, without any statistics. ``row``: nvfp4's header."""
     if config.double_quantization and quant == "nf4_g64":
         return nf4_double(weight)
     if config.progressive and quant.startswith("int4_g"):
         return progressive_tensor(weight, quant)
     per_tensor = config.per_tensor and quant.endswith("_row")
-    return round_nearest(weight, quant, symmetric=config.symmetric, per_tensor=per_tensor)
+    return round_nearest(weight, quant, symmetric=config.symmetric, per_tensor=per_tensor, row=row)
 
 
 def plain_values(weight: Float32, quant: str, config: QuantConfig) -> Float32:
@@ -278,9 +279,13 @@ def round_in_stream(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoin
     config.check()
     assert not config.calibrated
 
-    def read(target: Target) -> HostTensor:
+    def read(target: Target, stack: Sequence[Target]) -> HostTensor:
+        # Of nvfp4: one after another, before this one's.
+        tops = [top_of(float_weight(base, t.place)) for t in stack if t.quant == target.quant == "nvfp4"]
+        weight = float_weight(base, target.place)
+        row = shared_row(tops, len(weight)) if tops else None
         with naming(target.place.tensor):
-            return plain_weight(float_weight(base, target.place), target.quant, config)
+            return plain_weight(weight, target.quant, config, row)
 
     return _view(base, config, read)
 
@@ -288,24 +293,30 @@ def round_in_stream(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoin
 def planned(base: Checkpoint, config: QuantConfig) -> QuantizedCheckpoint:
     """``base`` with the types that a recipe gives its weights, and no values: for dry runs."""
 
-    def read(target: Target) -> HostTensor:
+    def read(target: Target, stack: Sequence[Target]) -> HostTensor:
         raise ValuesNotRead(target.place.tensor)
 
     config.check()
     return _view(base, config, read)
 
 
-def _view(base: Checkpoint, config: QuantConfig, read: Callable[[Target], HostTensor]) -> QuantizedCheckpoint:
+def _view(
+    base: Checkpoint, config: QuantConfig, read: Callable[[Target, Sequence[Target]], HostTensor]
+) -> QuantizedCheckpoint:
+    """``read``: a target's codes, given those that engines stack it with, itself among them."""
     model = draft(base)
     found, notes = targets(model, config)
     by_tensor = {target.place.tensor: target for target in found.values()}
+    stacks: dict[str, list[Target]] = {}
+    for target in found.values():
+        stacks.setdefault(stack_of(target.place.module), []).append(target)
     a, inside = config.activations, decoder_layers(model)[0] + "."
     layers = [target for name, target in found.items() if name.startswith(inside)]
     return QuantizedCheckpoint(
         base,
         config,
         {name: tensor_info(name, t.quant, t.shape) for name, t in by_tensor.items()},
-        lambda name: read(by_tensor[name]),
+        lambda name: read(by_tensor[name], stacks[stack_of(by_tensor[name].place.module)]),
         transposed=[name for name, t in by_tensor.items() if t.place.transposed],
         activations={t.place.tensor: a.of_columns(t.shape[1]) for t in layers} if a else None,
         notes=notes,

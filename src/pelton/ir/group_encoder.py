@@ -215,10 +215,14 @@ def _divide(grouped: Float32, d: Float32) -> Float32:
 
 
 def _nvfp4_row(top: Float32) -> Float32:
-    """One scale for the tensor, max|x| / (6 * 448) (NVIDIA's NVFP4 recipe), in every row; the groups' are
-    e4m3 beside it."""
-    tensor = np.float32(top.max() / (E2M1.max() * E4M3_MAX))
-    return np.full((len(top), 1), tensor if tensor > 0 else 1, np.float32)
+    """One scale for the tensor in every row; the groups' are e4m3 beside it."""
+    return np.full((len(top), 1), nvfp4_scale(top.max()), np.float32)
+
+
+def nvfp4_scale(top: float | np.float32) -> np.float32:
+    """The scale of a tensor whose largest size is ``top``, max|x| / (6 * 448) (NVIDIA's NVFP4 recipe)."""
+    tensor = np.float32(top / (E2M1.max() * E4M3_MAX))
+    return tensor if tensor > 0 else np.float32(1)
 
 
 def _mxfp4_scale(top: Float32) -> Float32:

@@ -43,12 +43,14 @@ def gptq(
     per_tensor: bool = False,
     act_order: bool = True,
     damping: float = 0.01,
+    row: Float32 | None = None,
 ) -> HostTensor:
     """``weight`` (rows, K) in codes of ``quant`` for inputs of Gram matrix ``gram`` (K, K).
 
     ``act_order`` takes the columns by falling diagonal of the Hessian; scales are then those of the weight
     as it was (static groups), so that groups stay contiguous. Otherwise a group's scales are fitted to its
-    corrected values when its first column is reached. Input channels that were always 0 become 0.
+    corrected values when its first column is reached. Input channels that were always 0 become 0. ``row``: as
+    ``fit_weight``'s.
     """
     rows, columns = weight.shape
     diagonal = np.diag(gram).copy()
@@ -62,6 +64,7 @@ def gptq(
         symmetric=symmetric,
         per_tensor=per_tensor,
         outwards=False,
+        row=row,
     )
     # Whole rows share a scale: nothing to fit on the way.
     static = act_order or size == columns

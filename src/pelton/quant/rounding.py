@@ -19,12 +19,20 @@ BLOCK_ROWS = 128
 
 
 def round_nearest(
-    weight: Float32, quant: str, *, symmetric: bool = True, per_tensor: bool = False
+    weight: Float32,
+    quant: str,
+    *,
+    symmetric: bool = True,
+    per_tensor: bool = False,
+    row: Float32 | None = None,
 ) -> HostTensor:
-    """``weight`` in the nearest codes of ``quant``, with scales that span each group's range."""
+    """``weight`` in the nearest codes of ``quant``, with scales that span each group's range.
+
+    ``row``: as ``fit_weight``'s.
+    """
     if quant in GGUF_BLOCK_TYPES:
         return block_encoder.quantize(weight, quant)
-    scales = fit_weight(weight, quant, symmetric=symmetric, per_tensor=per_tensor)
+    scales = fit_weight(weight, quant, symmetric=symmetric, per_tensor=per_tensor, row=row)
     return encode_with(into_groups(weight, quant), scales, quant)
 
 
@@ -49,8 +57,8 @@ def fit_weight(
 ) -> Scales:
     """The scales of a weight; of fp8_g128, and with ``per_tensor`` of row types, shared between rows.
 
-    ``outwards``: as ``integer_scales``'s. ``row``: nvfp4's header, where ``weight`` is a part of a tensor's
-    columns.
+    ``outwards``: as ``integer_scales``'s. ``row``: nvfp4's header (rows, 1), where it is not to be that of
+    these values: ``weight`` is a part of a tensor's columns, or shares it with other tensors.
     """
     scales = fit(into_groups(weight, quant), quant, symmetric=symmetric, outwards=outwards, row=row)
     rows = len(weight)
