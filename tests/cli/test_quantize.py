@@ -24,7 +24,9 @@ from pelton.models.checkpoint import open_checkpoint
 from pelton.quant.config import QuantConfig
 from pelton.quant.recipes import RECIPES
 from pelton.serving.cli.main import run_command
-from tests.cli.text_engine import LIMITS, text_checkpoint
+from tests.cli.text_engine import LIMITS, TextCheckpoint, text_checkpoint
+from tests.models import zoo
+from tests.models.oracle import hf_config_dict
 from tests.serving.fake_engine import VOCAB_SIZE
 
 SHORT = ["--sequences", "4", "--length", "32"]
@@ -106,6 +108,28 @@ def test_the_same_again_goes_on_where_it_was_stopped(
         "small  gptq int4_g128 symmetric, 4." in said
         and "calibrated on 128 tokens, compressed-tensors" in said
     )
+
+
+def test_weights_that_transformers_would_make_at_random_are_named(tmp_path: Path) -> None:
+    """Tried with transformers 5.24 and compressed-tensors 0.20: it finds neither, and warns at most."""
+    import pelton
+
+    def said(name: str, base: TextCheckpoint, **fields: Any) -> tuple[str, ...]:
+        config = QuantConfig(weights="int8_row", **fields)
+        return pelton.quantize(base, config, tmp_path / name).notes
+
+    embedding = (
+        "model.embed_tokens.weight is quantised, and transformers finds no embeddings there; Pelton does",
+    )
+    plain = text_checkpoint(num_hidden_layers=1)
+    assert said("a", plain) == ()
+    assert said("b", plain, overrides={"model.embed_tokens": "int8_row"}) == embedding
+    assert said("c", plain, overrides={"lm_head": "int8_row"}) == embedding, "they are one tensor"
+    apart = text_checkpoint(num_hidden_layers=1, tie_word_embeddings=False)
+    assert said("d", apart, overrides={"lm_head": "int8_row"}) == ()
+    gpt2 = TextCheckpoint(hf_config_dict(zoo.gpt2(vocab_size=VOCAB_SIZE, n_embd=64)))
+    (note,) = said("e", gpt2)
+    assert "no quantised layers of GPT2LMHeadModel, which are Conv1D there" in note
 
 
 def test_two_at_once_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+
+import msgspec
 
 from pelton import nn
 from pelton.builder.clock import Progress
@@ -13,7 +15,7 @@ from pelton.builder.kv_calibration import see
 from pelton.builder.quantize import quantize as quantize_layers
 from pelton.builder.quantize_report import QuantizeReport
 from pelton.builder.quantize_state import alone_in
-from pelton.builder.quantized_view import QuantizedCheckpoint, draft, planned
+from pelton.builder.quantized_view import QuantizedCheckpoint, draft, places, planned
 from pelton.dtypes import GGUF_BLOCK_TYPES
 from pelton.errors import ConfigError
 from pelton.ir.kv_quant import CACHE_DTYPE
@@ -96,6 +98,26 @@ def _kv_scales(view: QuantizedCheckpoint, config: QuantConfig) -> dict[str, floa
     }
 
 
+def _seen_here_alone(model: nn.CausalLM, changed: Collection[str], fmt: str) -> tuple[str, ...]:
+    """Sentences on quantised weights that transformers does not look for in a checkpoint of format ``fmt``,
+    as far as that was tried: it makes them at random, with no more than a warning."""
+    if fmt != "compressed-tensors":
+        return ()
+    where = places(model)
+    embeddings = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    notes = [
+        f"{where[name].tensor} is quantised, and transformers finds no embeddings there; Pelton does"
+        for name in where
+        if name in embeddings and where[name].tensor in changed
+    ]
+    if any(p.transposed and p.tensor in changed for p in where.values()):
+        notes.append(
+            f"transformers finds no quantised layers of {type(model).__name__}, which are Conv1D there, in "
+            "compressed-tensors; Pelton does"
+        )
+    return tuple(notes)
+
+
 def quantize(
     checkpoint: str | Path | Checkpoint,
     config: QuantConfig | str,
@@ -146,4 +168,5 @@ def quantize(
             kv_scales=_kv_scales(view, config),
         )
         shutil.rmtree(partial)
-    return report
+    alone = _seen_here_alone(draft(opened), plan.changed, fmt)
+    return msgspec.structs.replace(report, notes=(*report.notes, *alone))
