@@ -20,6 +20,9 @@ from pelton.builder.write_quantized import format_for
 from pelton.engine.artifact import open_engine
 from pelton.engine.config import BuildConfig
 from pelton.errors import ConfigError
+from pelton.ir.blocks import dequantize
+from pelton.ir.evaluate import evaluate
+from pelton.ir.tensors import HostTensor
 from pelton.models.checkpoint import open_checkpoint
 from pelton.quant.config import QuantConfig
 from pelton.quant.recipes import RECIPES
@@ -130,6 +133,27 @@ def test_weights_that_transformers_would_make_at_random_are_named(tmp_path: Path
     gpt2 = TextCheckpoint(hf_config_dict(zoo.gpt2(vocab_size=VOCAB_SIZE, n_embd=64)))
     (note,) = said("e", gpt2)
     assert "no quantised layers of GPT2LMHeadModel, which are Conv1D there" in note
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_and_heads_beside_transposed_layers_are_read_back(tied: bool, tmp_path: Path) -> None:
+    """GPT-2's layers are stored (in, out), its embeddings and head are not."""
+    import pelton
+
+    base = TextCheckpoint(
+        hf_config_dict(zoo.gpt2(vocab_size=VOCAB_SIZE, n_embd=64, tie_word_embeddings=tied))
+    )
+    config = QuantConfig(weights="int8_row", overrides={"lm_head": "int8_row", "transformer.wpe": "int8_row"})
+    pelton.quantize(base, config, tmp_path / "small")
+    written = open_checkpoint(tmp_path / "small")
+
+    def dense(name: str) -> HostTensor:
+        values = dequantize(written.read(name))
+        return HostTensor("float32", values.shape, values)
+
+    for name in base.tensors:
+        found, wanted = evaluate(written.source(name), dense).data, base.read(name).data
+        np.testing.assert_allclose(found, wanted, atol=np.abs(wanted).max() / 120, err_msg=name)
 
 
 def test_two_at_once_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

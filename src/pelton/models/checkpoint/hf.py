@@ -82,8 +82,9 @@ class HFCheckpoint(Checkpoint):
         recipe: Recipe = Source(name)
         if weight.order is not None:
             recipe = PutColumns(recipe, Source(weight.order_name))
-        # Quantisers see a Conv1D layer as a linear one: (outputs, inputs).
-        return transpose(recipe) if self._architecture == "GPT2LMHeadModel" else recipe
+        # Quantisers see a Conv1D layer as a linear one: (outputs, inputs). Embeddings and head are none.
+        conv = self._architecture == "GPT2LMHeadModel" and name.split(".")[-2].startswith("c_")
+        return transpose(recipe) if conv else recipe
 
     def activation_quant(self, name: str) -> ActivationQuant | None:
         return self._quantized[name].activation if name in self._quantized else None
