@@ -156,6 +156,15 @@ def test_embeddings_and_heads_beside_transposed_layers_are_read_back(tied: bool,
         np.testing.assert_allclose(found, wanted, atol=np.abs(wanted).max() / 120, err_msg=name)
 
 
+def test_models_whose_checkpoints_have_no_scales_of_caches_are_refused_first(tmp_path: Path) -> None:
+    import pelton
+
+    base = TextCheckpoint(hf_config_dict(zoo.gpt2(vocab_size=VOCAB_SIZE, n_embd=64)))
+    with pytest.raises(ConfigError, match="checkpoints of GPT2LMHeadModel have no scales of KV caches"):
+        pelton.quantize(base, QuantConfig(weights="int8_row", kv="int8"), tmp_path / "small")
+    assert not any(tmp_path.iterdir())
+
+
 def test_two_at_once_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second leaves the first one's layers alone; when it is gone, it goes on."""
     source, partial = folder(tmp_path / "model"), tmp_path / "small.partial"

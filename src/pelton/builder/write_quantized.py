@@ -80,6 +80,14 @@ def _lacks(name: str, config: QuantConfig) -> str:
     return ""
 
 
+def _attentions(model: nn.CausalLM) -> list[str]:
+    """Names of what has KV caches. Raises ``ConfigError`` where checkpoints have no scales for them."""
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.Attention)]
+    if not all(name.endswith(".self_attn") for name in found):
+        raise ConfigError(f"checkpoints of {type(model).__name__} have no scales of KV caches; leave kv out")
+    return found
+
+
 def _kv_scales(view: QuantizedCheckpoint, config: QuantConfig) -> dict[str, float]:
     """Scales of each layer's keys and values by the names that checkpoints give them; none without ``kv``."""
     if config.kv is None:
@@ -87,9 +95,7 @@ def _kv_scales(view: QuantizedCheckpoint, config: QuantConfig) -> dict[str, floa
     limit = draft(view).max_position_embeddings
     length = min(WINDOW, limit)
     model = draft(view, max_seq_len=length)
-    attentions = [name for name, module in model.named_modules() if isinstance(module, nn.Attention)]
-    if not all(name.endswith(".self_attn") for name in attentions):
-        raise ConfigError(f"checkpoints of {type(model).__name__} have no scales of KV caches; leave kv out")
+    attentions = _attentions(model)
     scales = see(view, model, eager_config(view).build, rounding=False).of_layers(CACHE_DTYPE[config.kv])
     return {
         f"{name}.{kind}_scale": scale
@@ -143,6 +149,8 @@ def quantize(
         raise ConfigError(f"{output} exists; remove it or choose another output")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {output.absolute().parent} to put {output.name} in")
+    if config.kv is not None:
+        _attentions(draft(opened))
     plan = planned(opened, config)
     check_weights(
         opened,
