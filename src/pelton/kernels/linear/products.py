@@ -29,11 +29,7 @@ from pelton.kernels.launch import (
     workspace,
 )
 from pelton.kernels.linear import hopper
-from pelton.kernels.linear.tiles import (
-    GemvTiles,
-    StreamTiles,
-    invariant_tiles,
-)
+from pelton.kernels.linear.tiles import GemvTiles, StreamTiles, invariant_tiles
 from pelton.kernels.rms_norm.cuda import norm_launch
 from pelton.kernels.tactic import NodeSpec, no_codes
 
@@ -41,7 +37,7 @@ GEMV = "pelton.kernels.linear.triton_gemv"
 GEMM = "pelton.kernels.linear.triton_gemm"
 STREAM = "pelton.kernels.linear.triton_stream"
 _DENSE = ("float32", "float16", "bfloat16")
-#: Columns whose norm's weights that kernel keeps beside its tiles.
+#: Columns whose norm's weights the kernel of sm_90 for up to 16 tokens keeps beside its tiles.
 MOST_NORMED = 1 << 13
 #: Parts of the workspace begin at multiples of so many bytes.
 _ALIGN = 256
