@@ -67,23 +67,27 @@ def test_the_server_the_command_and_python_agree(client: openai.OpenAI, smollm2_
 
 
 def test_text_that_is_no_ascii_streams_whole(server: RunningServer, client: openai.OpenAI) -> None:
+    """Which seed gives such text goes by rounding, so by the tactics that a build has timed."""
     prompt = "Über Österreich 🙂 日本語: "
-    text, ids = "", []
-    for event in client.completions.create(
-        model="test-model",
-        prompt=prompt,
-        max_tokens=60,
-        temperature=1.5,
-        seed=7,
-        stream=True,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    ):
-        text += event.choices[0].text
-        ids += (event.choices[0].model_extra or {})["token_ids"]
-    assert len(ids) == 60
-    assert not text.isascii()
-    body = {"tokens": ids, "skip_special_tokens": True}
-    assert httpx.post(server.url + "/detokenize", json=body).json()["prompt"] == text
+    texts = []
+    for seed in range(7, 13):
+        text, ids = "", []
+        for event in client.completions.create(
+            model="test-model",
+            prompt=prompt,
+            max_tokens=60,
+            temperature=1.5,
+            seed=seed,
+            stream=True,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        ):
+            text += event.choices[0].text
+            ids += (event.choices[0].model_extra or {})["token_ids"]
+        assert len(ids) == 60
+        body = {"tokens": ids, "skip_special_tokens": True}
+        assert httpx.post(server.url + "/detokenize", json=body).json()["prompt"] == text
+        texts.append(text)
+    assert not all(text.isascii() for text in texts)
 
 
 def test_logprobs_of_an_echoed_prompt_are_likely_for_likely_text(client: openai.OpenAI) -> None:
